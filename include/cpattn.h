@@ -925,9 +925,20 @@ int32_t cpattn_plan_verify_all_to_all(const cpattn_plan *plan, int32_t side, uin
 #define CPATTN_COMBINE_TO_ALL 0
 #define CPATTN_COMBINE_TO_HEADS 1
 #define CPATTN_COMBINE_TO_TOKENS 2
-int32_t cpattn_rank_combine(cpattn_rank *rank, const cpattn_plan *plan, int32_t to, const cpattn_tensor *partial_o,
-    const cpattn_tensor *partial_lse, const cpattn_tensor *sinks, const cpattn_tensor *o, const cpattn_tensor *lse,
-    void *stream);
+typedef struct cpattn_combine_args {
+  size_t struct_size;
+  const cpattn_tensor *partial_o;   /* read */
+  const cpattn_tensor *partial_lse; /* read */
+  const cpattn_tensor *sinks;       /* read; NULL unless the plan has sinks */
+  const cpattn_tensor *o;           /* written */
+  const cpattn_tensor *lse;         /* written */
+  void *stream;                     /* cudaStream_t on a device; NULL on the CPU */
+} cpattn_combine_args;
+
+#define CPATTN_COMBINE_ARGS_INIT \
+  { sizeof(cpattn_combine_args), NULL, NULL, NULL, NULL, NULL, NULL }
+
+int32_t cpattn_rank_combine(cpattn_rank *rank, const cpattn_plan *plan, int32_t to, const cpattn_combine_args *args);
 int32_t cpattn_plan_verify_combine(const cpattn_plan *plan, int32_t to, int32_t partial);
 int32_t cpattn_plan_combine_workspace(const cpattn_plan *plan, uint32_t rank, int32_t to, int32_t partial, uint64_t *bytes);
 

@@ -64,13 +64,10 @@ fn main() {
         q: &tensors[0],
         k: &tensors[1],
         v: &tensors[2],
-        sinks: null_mut(),
         o: &tensors[3],
         lse: &tensors[4],
-        stream: null_mut(),
-        max_logit: null_mut(),
-        dropout_seed: core::ptr::null(),
-        keys: core::ptr::null(),
+        // SAFETY: what else the struct has are addresses, which may be null.
+        ..unsafe { core::mem::zeroed() }
     };
     let problem = cpattn_problem {
         struct_size: size_of::<cpattn_problem>(),

@@ -6,7 +6,7 @@ use core::ffi::c_void;
 use super::{
     dlpack::{cpattn_tensor, one, tensor},
     handle::{self, Exclusive as _},
-    input::{one_of, result},
+    input::{one_of, result, sized},
     plan::{cpattn_plan, rank_of},
     problem::DTYPES,
     rank::cpattn_rank,
@@ -36,22 +36,34 @@ pub(super) fn combine_of(to: i32, (name, partial): (&'static str, i32)) -> Resul
     Ok(Combine { to: self::to(to)?, partial: one_of(name, partial, &DTYPES)? })
 }
 
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct cpattn_combine_args {
+    pub struct_size: usize,
+    pub partial_o: *const cpattn_tensor,
+    pub partial_lse: *const cpattn_tensor,
+    pub sinks: *const cpattn_tensor,
+    pub o: *const cpattn_tensor,
+    pub lse: *const cpattn_tensor,
+    pub stream: *mut c_void,
+}
+
+versioned! { cpattn_combine_args through stream; }
+
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_rank_combine(
-    rank: *mut cpattn_rank, plan: *const cpattn_plan, to: i32, partial_o: *const cpattn_tensor,
-    partial_lse: *const cpattn_tensor, sinks: *const cpattn_tensor, o: *const cpattn_tensor, lse: *const cpattn_tensor,
-    stream: *mut c_void,
+    rank: *mut cpattn_rank, plan: *const cpattn_plan, to: i32, args: *const cpattn_combine_args,
 ) -> i32 {
     boundary!({
-        let (rank, plan) = given!(handle::borrow(rank), handle::borrow(plan));
+        let (rank, plan, args) = given!(handle::borrow(rank), handle::borrow(plan), sized("args", args));
         let (mut rank, to) = (rank.claim()?, self::to(to)?);
         let (at, mut bindings) = (rank.device(), Bindings::default());
         for (id, of) in [
-            (TensorId::PartialO, partial_o),
-            (TensorId::PartialLse, partial_lse),
-            (TensorId::Sinks, sinks),
-            (TensorId::O, o),
-            (TensorId::Lse, lse),
+            (TensorId::PartialO, args.partial_o),
+            (TensorId::PartialLse, args.partial_lse),
+            (TensorId::Sinks, args.sinks),
+            (TensorId::O, args.o),
+            (TensorId::Lse, args.lse),
         ] {
             let of = tensor(id.name(), of, id.axes().into());
             bindings.set(id, given!(one(at, &if id.is_of_sinks() { of.optional() } else { of })));
@@ -59,7 +71,7 @@ pub unsafe extern "C" fn cpattn_rank_combine(
         let combine = Combine { to, partial: bindings.get(TensorId::PartialO).dtype };
         // SAFETY: the memory is the caller's for the run, and the stream one of the driver's, by the header's promises;
         // shapes are checked against the plan.
-        unsafe { rank.run(plan, combine, &bindings.on(stream)) }?;
+        unsafe { rank.run(plan, combine, &bindings.on(args.stream)) }?;
     })
 }
 

@@ -57,6 +57,7 @@ mod transport;
 
 pub use attend::*;
 pub use blocks::*;
+pub use combine::cpattn_combine_args;
 pub use dlpack::{cpattn_dl_device, cpattn_dl_dtype, cpattn_tensor};
 pub use engine::*;
 pub use engine_table::*;

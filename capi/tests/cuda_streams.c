@@ -195,7 +195,9 @@ static int32_t all_to_alls(cpattn_rank *rank, job *j, int device, void *stream) 
 /* Parts of the same queries, merged: each rank gets the heads of the all-to-all. */
 static int32_t combine(cpattn_rank *rank, job *j, int device, void *stream) {
   array *a = j->moved;
-  return cpattn_rank_combine(rank, j->plan, CPATTN_COMBINE_TO_HEADS, OF(PART), OF(PART_LSE), NULL, OF(MERGED), OF(MERGED_LSE), stream);
+  cpattn_combine_args args = CPATTN_COMBINE_ARGS_INIT;
+  args.partial_o = OF(PART), args.partial_lse = OF(PART_LSE), args.o = OF(MERGED), args.lse = OF(MERGED_LSE), args.stream = stream;
+  return cpattn_rank_combine(rank, j->plan, CPATTN_COMBINE_TO_HEADS, &args);
 }
 
 /* A rank on its device, and meanwhile the same one on the CPU. */

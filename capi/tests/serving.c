@@ -55,6 +55,14 @@ static int32_t over_pages(cpattn_rank *rank, const cpattn_plan *plan, cpattn_for
   return cpattn_forward(rank, plan, &args);
 }
 
+static int32_t combine(cpattn_rank *rank, const cpattn_plan *plan, int32_t to, const cpattn_tensor *partial_o,
+                       const cpattn_tensor *partial_lse, const cpattn_tensor *sinks, const cpattn_tensor *o,
+                       const cpattn_tensor *lse) {
+  cpattn_combine_args args = CPATTN_COMBINE_ARGS_INIT;
+  args.partial_o = partial_o, args.partial_lse = partial_lse, args.sinks = sinks, args.o = o, args.lse = lse;
+  return cpattn_rank_combine(rank, plan, to, &args);
+}
+
 static void attend(cpattn_rank *rank, int first, int keys, float *o, float *lse, int paged) {
   const int32_t cu_q[] = {0, 1}, cu_k[] = {0, keys};
   cpattn_plan *plan = plan_of(cu_q, cu_k, 1, 0);
@@ -103,10 +111,10 @@ static void *run(void *argument) {
   cpattn_tensor to = tensor(o, 3, one), tl = tensor(lse, 2, heads);
   cpattn_tensor ta = tensor(all, 3, one), tal = tensor(all_lse, 2, heads);
   cpattn_tensor th = tensor(half, 3, part), thl = tensor(half_lse, 2, part_heads);
-  LOCKED(REFUSED(CPATTN_INVALID, "to is 3", cpattn_rank_combine(rank, merge, 3, &to, &tl, NULL, &ta, &tal, NULL)));
+  LOCKED(REFUSED(CPATTN_INVALID, "to is 3", combine(rank, merge, 3, &to, &tl, NULL, &ta, &tal)));
   LOCKED(REFUSED(CPATTN_INVALID, "o.heads is 4",
-                 cpattn_rank_combine(rank, merge, CPATTN_COMBINE_TO_HEADS, &to, &tl, NULL, &ta, &tal, NULL)));
-  LOCKED(REFUSED(CPATTN_INVALID, "sinks", cpattn_rank_combine(rank, merge, 0, &to, &tl, &tl, &ta, &tal, NULL)));
+                 combine(rank, merge, CPATTN_COMBINE_TO_HEADS, &to, &tl, NULL, &ta, &tal)));
+  LOCKED(REFUSED(CPATTN_INVALID, "sinks", combine(rank, merge, 0, &to, &tl, &tl, &ta, &tal)));
   cpattn_purpose purpose = CPATTN_PURPOSE_INIT;
   purpose.to = CPATTN_COMBINE_TO_ALL, purpose.dtype = CPATTN_F32;
   LOCKED(OK(cpattn_rank_prepare(rank, merge, CPATTN_COMBINE, &purpose)));
@@ -117,9 +125,9 @@ static void *run(void *argument) {
   LOCKED(REFUSED(CPATTN_INVALID, "purpose is given, expected NULL: CPATTN_FORWARD is of the plan alone",
                  cpattn_rank_prepare(rank, merge, CPATTN_FORWARD, &purpose)));
   LOCKED(REFUSED(CPATTN_INVALID, "direction is 5", cpattn_rank_prepare(rank, merge, 5, NULL)));
-  int32_t first = cpattn_rank_combine(rank, merge, CPATTN_COMBINE_TO_ALL, &to, &tl, NULL, &ta, &tal, NULL);
+  int32_t first = combine(rank, merge, CPATTN_COMBINE_TO_ALL, &to, &tl, NULL, &ta, &tal);
   LOCKED(OK(first));
-  int32_t second = cpattn_rank_combine(rank, merge, CPATTN_COMBINE_TO_HEADS, &to, &tl, NULL, &th, &thl, NULL);
+  int32_t second = combine(rank, merge, CPATTN_COMBINE_TO_HEADS, &to, &tl, NULL, &th, &thl);
   LOCKED(OK(second));
   for (int i = 0; i < HEADS * DIM; i++) LOCKED(failures += !(fabsf(all[i] - expected[i]) < 1e-6f));
   for (int h = 0; h < HEADS; h++) LOCKED(failures += !(fabsf(all_lse[h] - expected_lse[h]) < 1e-6f));
@@ -129,7 +137,7 @@ static void *run(void *argument) {
   for (int h = 0; h < HEADS; h++) sinks[h][0] = (float)h - 1, sinks[h][1] = h ? 0.5f : -INFINITY;
   int64_t pairs[] = {HEADS, 2};
   cpattn_tensor ts = tensor(sinks[0], 2, pairs), to2 = tensor(others, 3, one);
-  int32_t third = cpattn_rank_combine(rank, merge_with_sinks, CPATTN_COMBINE_TO_ALL, &to, &tl, &ts, &to2, &tal, NULL);
+  int32_t third = combine(rank, merge_with_sinks, CPATTN_COMBINE_TO_ALL, &to, &tl, &ts, &to2, &tal);
   LOCKED(OK(third));
   for (int h = 0; h < HEADS; h++) {
     double with = log(exp(expected_lse[h]) + exp(sinks[h][0]) + exp(sinks[h][1])), factor = exp(expected_lse[h] - with);

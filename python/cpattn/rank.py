@@ -207,8 +207,8 @@ class Rank:
         rows of o begin at multiples of 16 bytes; a graph may hold the call once the same call was made outside of a capture."""
         to, stream = one_of("to", to, CombineTo), _address("stream", stream)
         given = all_given({"o", "lse"}, partial_o=partial_o, partial_lse=partial_lse, sinks=sinks, o=o, lse=lse)
-        tensors = (given[name].pointer if name in given else None for name in ("partial_o", "partial_lse", "sinks", "o", "lse"))
-        self._run("rank_combine", _handle(plan), to.value, *tensors, stream, keep=given, stream=stream)
+        args = _header.CombineArgs(stream=stream, **{name: g.pointer for name, g in given.items()})
+        self._run("rank_combine", _handle(plan), to.value, byref(args), keep=given, stream=stream)
 
     def check_ring(self, bytes: int = 4 << 20) -> list[Link]:
         """Sends bytes over each link and checks them, around the ring in both directions, one link at a time.

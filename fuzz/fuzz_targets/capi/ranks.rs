@@ -140,7 +140,8 @@ pub fn run(w: &mut World, b: &mut Bytes) {
                 stream: if b.rarely() { p[0].cast_mut().cast() } else { null_mut() },
                 max_logit: if b.rarely() { p[5] } else { core::ptr::null() },
                 dropout_seed,
-                keys: core::ptr::null(),
+                // A member that comes later is 0.
+                ..core::mem::zeroed()
             };
             called(cpattn_forward(rank, plan, &args));
         } else {
@@ -160,7 +161,8 @@ pub fn run(w: &mut World, b: &mut Bytes) {
                 stream: null_mut(),
                 d_lse: if b.rarely() { p[5] } else { core::ptr::null() },
                 dropout_seed,
-                keys: core::ptr::null(),
+                // A member that comes later is 0.
+                ..core::mem::zeroed()
             };
             called(cpattn_backward(rank, plan, &args));
         }
