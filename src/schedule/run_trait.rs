@@ -149,7 +149,6 @@ impl RunTrait {
 ///
 /// # Errors
 /// [`Error::Unsupported`], which names both.
-#[cfg_attr(not(feature = "std"), expect(dead_code, reason = "runs need std"))]
 pub(crate) fn refuse_clashes(plan: &Plan, run: Purpose, has: &[Option<RunTrait>]) -> Result<()> {
     let has = |x: RunTrait| has.contains(&Some(x)) || x.is_of(plan, run);
     match CLASHES.iter().find(|(option, mode, ..)| has(*option) && has(*mode)) {
