@@ -91,6 +91,7 @@ class Header(unittest.TestCase):
             ("", options.Direction),
             ("", options.AllToAll),
             ("COMBINE_TO_", options.CombineTo),
+            ("LSE_", options.LseBase),
             ("ISA_", rank.Isa),
         ):
             for member in kind:

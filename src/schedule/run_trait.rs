@@ -2,9 +2,9 @@
 //! What a run may have, and what of it does not go together: one table for both kinds of memory, the refusals of a run
 //! and the table of support in `docs/options.md`.
 //!
-//! An option of a run has a row here: what no pair of the table names is honoured in every mode. A pair stands once, and
-//! is refused before a run touches anything. Limits of numbers (head dims, rows, element types) and of a schedule's form
-//! (a plan that sends k over a ring) are refused where they are known.
+//! An option of a run has a row here: what no pair of the table names is honoured in every mode. A pair stands once,
+//! and is refused before a run touches anything. Limits of numbers (head dims, rows, element types) and of a schedule's
+//! form (a plan that sends k over a ring) are refused where they are known.
 
 use alloc::{format, string::String};
 
@@ -39,13 +39,15 @@ pub(crate) enum RunTrait {
     Pages,
     /// Each token lists its keys.
     KeyIndices,
+    /// lse is to base 2.
+    LseBaseTwo,
 }
 
 /// The pairs that do not go together, each with the limit and the way out. The second of a pair is what the first is
 /// refused in.
-pub(crate) const CLASHES: [(RunTrait, RunTrait, &str, &str); 12] = {
-    use RunTrait::SlopesOfDocuments;
+pub(crate) const CLASHES: [(RunTrait, RunTrait, &str, &str); 14] = {
     use RunTrait::{AllToAll, Backward, Capture, Combine, Device, Dropout, KeyIndices, Pages, Reproducible, Slices};
+    use RunTrait::{LseBaseTwo, SlopesOfDocuments};
     const NO_KEYS: &str = "it has no keys";
     [
         (Pages, AllToAll, NO_KEYS, "leave pages out"),
@@ -84,6 +86,13 @@ pub(crate) const CLASHES: [(RunTrait, RunTrait, &str, &str); 12] = {
             "a row that is found through a table does not say the place of its token",
             "plan without dropout, or gather the pages into k and v",
         ),
+        (LseBaseTwo, AllToAll, "it has no lse", "leave lse_base out"),
+        (
+            LseBaseTwo,
+            Device,
+            "the CUDA kernels read and write natural logarithms",
+            "leave lse_base out, and multiply lse on the device: by log2(e) after a forward, by ln(2) before a backward",
+        ),
         (
             Dropout,
             Capture,
@@ -106,7 +115,7 @@ impl RunTrait {
             Self::Slices => attention && p.batch().slices().is_some(),
             Self::SlopesOfDocuments => attention && p.alibi_rows() > 1,
             Self::Dropout => attention && p.dropout().is_some(),
-            Self::Device | Self::Capture | Self::Pages | Self::KeyIndices => false,
+            Self::Device | Self::Capture | Self::Pages | Self::KeyIndices | Self::LseBaseTwo => false,
         }
     }
 
@@ -124,6 +133,7 @@ impl RunTrait {
             Self::Dropout => format!("dropout {}", plan.problem().dropout().unwrap_or(0.0)),
             Self::Pages => "pages".into(),
             Self::KeyIndices => "key_indices".into(),
+            Self::LseBaseTwo => "lse_base 2".into(),
         }
     }
 
@@ -141,6 +151,7 @@ impl RunTrait {
             Self::Dropout => "with dropout",
             Self::Pages => "with pages",
             Self::KeyIndices => "with key_indices",
+            Self::LseBaseTwo => "with lse_base 2",
         }
     }
 }

@@ -5,8 +5,8 @@ use super::*;
 use crate::schedule::TensorId;
 use alloc::vec::Vec;
 
-/// Options, as the docs call them, with what decides where they are honoured: of a tensor that a backward alone has, the
-/// backward; other tensors clash with nothing.
+/// Options, as the docs call them, with what decides where they are honoured: of a tensor that a backward alone has,
+/// the backward; other tensors clash with nothing.
 fn options() -> Vec<(String, Option<RunTrait>)> {
     let tensors = TensorId::ALL.into_iter().filter(|t| t.is_optional() || t.is_of_sinks());
     let of_backward = |t: TensorId| t.is_written(Direction::Forward, true).is_none().then_some(RunTrait::Backward);
@@ -15,6 +15,7 @@ fn options() -> Vec<(String, Option<RunTrait>)> {
         ("`dropout_seed`", RunTrait::Dropout),
         ("`keys` in pages", RunTrait::Pages),
         ("`keys` that tokens list", RunTrait::KeyIndices),
+        ("`lse_base` 2", RunTrait::LseBaseTwo),
         ("ALiBi slopes of each document", RunTrait::SlopesOfDocuments),
         ("slices", RunTrait::Slices),
         ("`reproducible`", RunTrait::Reproducible),
