@@ -794,6 +794,11 @@ typedef struct cpattn_keys {
 #define CPATTN_KEYS_INIT \
   { sizeof(cpattn_keys), CPATTN_KEYS_ALL, 0, NULL, 0, 0, 0, 0, NULL, 0, 0, 0 }
 
+/* The base of an lse that a run reads or writes; sinks are natural logarithms always. Each conversion from and to base 2 rounds
+ * once. CPATTN_UNSUPPORTED: base 2 on a device. */
+#define CPATTN_LSE_NATURAL 0
+#define CPATTN_LSE_BASE_2 1
+
 /*
  * The tensors of a forward: this rank's own tokens, in the order of cpattn_plan_tokens, with all heads. Nq, Nk: the
  * rank's q_tokens and k_tokens (cpattn_share); H, Hk: heads, kv_heads; D, Dv: head_dim, value_dim.
@@ -816,10 +821,12 @@ typedef struct cpattn_forward_args {
    * are. NULL unless the problem has dropout. */
   const uint64_t *dropout_seed;
   const cpattn_keys *keys; /* the keys that are read; NULL for all that the mask allows, in k and v */
+  int32_t lse_base;        /* CPATTN_LSE_...: the base of lse, on each rank by itself */
+  int32_t reserved;        /* 0 */
 } cpattn_forward_args;
 
 #define CPATTN_FORWARD_ARGS_INIT \
-  { sizeof(cpattn_forward_args), NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL }
+  { sizeof(cpattn_forward_args), NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, CPATTN_LSE_NATURAL, 0 }
 
 /* The tensors of a backward, with Nq, H, ... as above. It repeats the forward's exchanges, so besides the inputs only o and
  * lse have to be kept. */
@@ -842,10 +849,13 @@ typedef struct cpattn_backward_args {
   const cpattn_tensor *d_lse;
   const uint64_t *dropout_seed; /* as given to the forward */
   const cpattn_keys *keys;      /* as given to the forward */
+  int32_t lse_base;             /* CPATTN_LSE_...: the base of lse, and of the lse that d_lse is the gradient of */
+  int32_t reserved;             /* 0 */
 } cpattn_backward_args;
 
 #define CPATTN_BACKWARD_ARGS_INIT \
-  { sizeof(cpattn_backward_args), NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL }
+  { sizeof(cpattn_backward_args), NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, \
+    CPATTN_LSE_NATURAL, 0 }
 
 /* Run a plan. All ranks of the group make the same calls with equal plans in the same order, each rank on its own thread or
  * process, and wait for each other.
@@ -934,10 +944,12 @@ typedef struct cpattn_combine_args {
   const cpattn_tensor *o;           /* written */
   const cpattn_tensor *lse;         /* written */
   void *stream;                     /* cudaStream_t on a device; NULL on the CPU */
+  int32_t lse_base;                 /* CPATTN_LSE_...: the base of partial_lse and of lse, on each rank by itself */
+  int32_t reserved;                 /* 0 */
 } cpattn_combine_args;
 
 #define CPATTN_COMBINE_ARGS_INIT \
-  { sizeof(cpattn_combine_args), NULL, NULL, NULL, NULL, NULL, NULL }
+  { sizeof(cpattn_combine_args), NULL, NULL, NULL, NULL, NULL, NULL, CPATTN_LSE_NATURAL, 0 }
 
 int32_t cpattn_rank_combine(cpattn_rank *rank, const cpattn_plan *plan, int32_t to, const cpattn_combine_args *args);
 int32_t cpattn_plan_verify_combine(const cpattn_plan *plan, int32_t to, int32_t partial);

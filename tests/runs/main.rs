@@ -9,8 +9,8 @@
 //! - `agreement`, `new_plan`: ranks that do not run the same; `failed_transport`: one that is not used again; `between_runs`: what
 //!   ranks do together besides runs;
 //! - `combine`: partial results merged over the ring; `paged`: k and v in pages; `listed`: keys that each token lists;
-//! - `d_lse`, `max_logit`, `dropout`, `slopes`: the gradient of lse, the largest scores, dropout by token, ALiBi slopes
-//!   of each document;
+//! - `d_lse`, `lse_base`, `max_logit`, `dropout`, `slopes`: the gradient of lse, its base, the largest scores, dropout
+//!   by token, ALiBi slopes of each document;
 //! - `distribution`: plans with the tokens of another plan;
 //! - `slices`: masks made of slices, drawn and by name;
 //! - `few_tokens`: small enough for Miri; `serving`: tokens generated from a cache that is spread over ranks.
@@ -40,6 +40,7 @@ mod few_tokens;
 #[cfg(all(unix, not(miri)))]
 mod forked;
 mod listed;
+mod lse_base;
 mod max_logit;
 mod new_plan;
 mod nodes;
