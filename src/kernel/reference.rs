@@ -232,7 +232,8 @@ impl Attention<'_> {
                 let scores: Vec<_> = keys.iter().map(|&key| self.score(i, key, h)).collect();
                 let sinks = self.sinks_of(h);
                 let only: Vec<f64> = scores.iter().map(|s| s.0).collect();
-                // Not by lse, which is a rounded number: what it lost of the sum would be a factor of every probability.
+                // Not by lse, which is a rounded number: what it lost of the sum would be a factor of every
+                // probability.
                 let Some((max, sum)) = Self::total(&only, sinks) else { continue };
                 let d_o = &d_o[self.o_row(i, h)];
                 let delta = dot(d_o, &out.o[self.o_row(i, h)]);

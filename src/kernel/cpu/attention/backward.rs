@@ -194,9 +194,9 @@ pub(crate) unsafe fn gradients<V: Vector>(
     }
 }
 
-/// The most that a score may exceed its lse by. No key has more weight than 1, but an lse of the caller's may be that of
-/// some keys only. From [`Real::WHOLE`] on it is rounded by more than the logarithm of any sum, and so p would be any
-/// number up to infinity: 0 there, `otherwise` for other lanes.
+/// The most that a score may exceed its lse by. No key has more weight than 1, but an lse of the caller's may be that
+/// of some keys only. From [`Real::WHOLE`] on it is rounded by more than the logarithm of any sum, and so p would be
+/// any number up to infinity: 0 there, `otherwise` for other lanes.
 ///
 /// # Safety
 /// The instruction set of `V` is present.
