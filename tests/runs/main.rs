@@ -33,6 +33,7 @@ mod failed_transport;
 mod few_tokens;
 #[cfg(all(unix, not(miri)))]
 mod forked;
+mod huge_scores;
 mod listed;
 mod max_logit;
 mod nodes;
