@@ -39,6 +39,7 @@ mod few_threads;
 mod few_tokens;
 #[cfg(all(unix, not(miri)))]
 mod forked;
+mod huge_scores;
 mod listed;
 mod lse_base;
 mod max_logit;
