@@ -92,7 +92,8 @@ class Context(PackedContext, Combining):
         **options: Unpack[PlanOptions],
     ) -> None:
         heads, head_dim = at_least_1("heads", heads), at_least_1("head_dim", head_dim)
-        checked({name: value for name, value in options.items() if name != nodes.ARGUMENT}, heads)  # type: ignore[arg-type]
+        more = ("group", "heads", "head_dim", "dtype", "device", "timeout", "workers", "plans", "own_tokens", "layers", "communicator")
+        checked({name: value for name, value in options.items() if name != nodes.ARGUMENT}, heads, "Context", more)  # type: ignore[arg-type]
         refuse_per_document("", options)
         super().__init__(plans)
         workers = at_least_1("workers", workers)

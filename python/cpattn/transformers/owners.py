@@ -7,7 +7,7 @@ a forward pass of the model itself. So may `deepspeed.zero.Init` (`zero`). A tri
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn import DataParallel
 
 from .._check import refused
-from ..errors import Unsupported
+from ..errors import InvalidArgument, Unsupported
+from ..options import CHOSEN, RUNS, PlanOptions
 from .zero import refuse_parallel, refuse_parts, whole_parts
 
 
@@ -50,6 +51,26 @@ def refuse_owners(model: Any, members: Sequence[int]) -> None:
             f"{kind} has parameters that tensor parallelism has split (tp_plan, parallelize_module): load it without tp_plan, and use "
             "ContextParallel on all ranks, with fully_shard (FSDP2) where parameters do not fit"
         )
+
+
+# The arguments of ContextParallel that are not of a plan, and the options of a plan that concern all layers.
+ARGUMENTS = (
+    "group", "replicas", "gradients", "tile", "vision", "timeout", "workers", "mixers", "dropout", "compare_weights", "communicator", "plans", "own_tokens",
+)  # fmt: skip
+
+
+def refuse_unknown(options: Mapping[str, Any]) -> None:
+    """Refuses options that no plan has either."""
+    if unknown := sorted(options.keys() - PlanOptions.__annotations__.keys() - set(ARGUMENTS)):
+        known = ", ".join(sorted({*ARGUMENTS, *CHOSEN, *RUNS}))
+        raise InvalidArgument(f"{unknown[0]} is not an option of ContextParallel, one of these is needed: {known}")
+
+
+def refuse_pickle(*_: Any) -> Any:
+    raise Unsupported(
+        "a model with a ContextParallel cannot be copied or pickled (copy.deepcopy, pickle, torch.save of the model): do it before ContextParallel(model) or "
+        "after close(), or save its weights (model.save_pretrained, model.state_dict)"
+    )
 
 
 @contextmanager

@@ -36,7 +36,7 @@ from .images import Images
 from .inputs import checked
 from .integrity import Integrity, configs_of
 from .mixers import Mixer, Mixers
-from .owners import refuse_owners
+from .owners import refuse_owners, refuse_pickle, refuse_unknown
 from .pack import TAKEN
 from .pooled import Kept, pools, reader_of
 from .probe import probe
@@ -138,6 +138,7 @@ class ContextParallel(Calls):
         self.factor = float(self.ranks) if gradients == "mean" else 1.0
         self.last: Forward | None = None
         model._cpattn = self
+        vars(model)["__reduce_ex__"] = refuse_pickle  # pickle would begin with the hooks, and say nothing of them
         self._hook()
 
     def _look(
@@ -145,6 +146,7 @@ class ContextParallel(Calls):
     ) -> None:
         """The checks that need no other rank, and change nothing."""
         ranks = len(members)
+        refuse_unknown(self._options)
         refuse_owners(model, members)
         if gradients not in ("mean", "sum"):
             raise refused("gradients", gradients, "'mean' (DDP, FSDP) or 'sum' is needed")
@@ -375,7 +377,7 @@ class ContextParallel(Calls):
         return self._collectives
 
     def __reduce__(self) -> Any:
-        raise Unsupported("a model with a ContextParallel cannot be copied or pickled: copy it before ContextParallel(model) or after close()")
+        return refuse_pickle()
 
     def close(self) -> None:
         """Leaves the group and restores the model's own attention."""
@@ -385,6 +387,7 @@ class ContextParallel(Calls):
             other.close()
         self._restore()
         self.model._cpattn = None
+        vars(self.model).pop("__reduce_ex__", None)
         self._leave()
 
     def _leave(self) -> None:
