@@ -55,7 +55,7 @@ def refuse_owners(model: Any, members: Sequence[int]) -> None:
 
 # The arguments of ContextParallel that are not of a plan, and the options of a plan that concern all layers.
 ARGUMENTS = (
-    "group", "replicas", "gradients", "tile", "vision", "timeout", "workers", "mixers", "dropout", "compare_weights", "communicator", "plans", "own_tokens",
+    "group", "mesh", "replicas", "gradients", "tile", "vision", "timeout", "workers", "mixers", "dropout", "compare_weights", "communicator", "plans", "own_tokens",
 )  # fmt: skip
 
 

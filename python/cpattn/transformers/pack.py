@@ -156,7 +156,7 @@ def shared(pack: Pack) -> bool:
     counts = [b - a for a, b in pairwise(ends)]
     group = torch.tensor([root(above, i) for i in range(len(counts))]).repeat_interleave(torch.tensor(counts))
     both = torch.stack([group, pack.positions.cpu()], 1)
-    return len(both.unique(dim=0)) < len(both)
+    return len(torch.unique(both, dim=0)) < len(both)
 
 
 def _weights(name: str, inputs: Mapping[str, Any], shape: tuple[int, int]) -> Tensor | None:

@@ -35,6 +35,7 @@ from .forward import Forward
 from .images import Images
 from .inputs import checked
 from .integrity import Integrity, configs_of
+from .mesh import group_of
 from .mixers import Mixer, Mixers
 from .owners import refuse_owners, refuse_pickle, refuse_unknown
 from .pack import TAKEN
@@ -58,7 +59,8 @@ class ContextParallel(Calls):
     those of this rank's tokens; `gather` returns the logits of all tokens.
 
     `gradients` is how gradients of parameters are combined over the ranks: "mean" (DDP, FSDP, DeepSpeed) or "sum". `replicas` is the
-    number of parts of the group, each with its own batches (data parallel); ranks of a replica are consecutive. `ulysses`, `ring`,
+    number of parts of the group, each with its own batches (data parallel); ranks of a replica are consecutive. `mesh`, instead of
+    both, is a DeviceMesh with the dimension "cp", whose other dimensions are replicas. `ulysses`, `ring`,
     `layout`, `layout_parameter`, `workers`, `timeout`, `communicator` are those of `cpattn.torch.Context`. With `tile`, logits exist for `tile` tokens
     at a time: the loss is the same, and no logits are returned. Layers of Transformers' hybrids that mix tokens outside of attention
     run on any mesh; `mixers` are functions for other classes of such layers, or instead (Ulysses over all ranks): see docs/training.md.
@@ -76,6 +78,7 @@ class ContextParallel(Calls):
         model: Any,
         *,
         group: Members = None,
+        mesh: Any = None,
         replicas: int = 1,
         gradients: str = "mean",
         tile: int = 0,
@@ -98,6 +101,7 @@ class ContextParallel(Calls):
         self._contexts: dict[torch.dtype, Context] = {}
         self._collectives: Collectives | None = None
         self._everyone: Collectives | None = None
+        group, replicas = group_of(mesh, group, replicas)
         self._options, self._group = {"timeout": timeout, "workers": workers, **options}, group
         self._alike = {
             **{"group": group, "replicas": replicas, "gradients": gradients, "tile": tile, "vision": vision, "mixers": mixers, "dropout": dropout},
@@ -370,11 +374,6 @@ class ContextParallel(Calls):
                 self._adapters.replace()
                 self._attend(NAME)
                 self._hook()
-
-    def _talk(self) -> Collectives:
-        if self._collectives is None:
-            raise InvalidArgument("this ContextParallel is closed: make another one")
-        return self._collectives
 
     def __reduce__(self) -> Any:
         return refuse_pickle()

@@ -103,6 +103,6 @@ class Places(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
         if func is not aten.embedding.default and size < LEAST:
             return
         if isinstance(index, Tensor) and index.dtype != torch.bool and index.numel() == self._positions.numel():
-            before = (index.flatten() - self._positions).unique().tolist()
+            before = torch.unique(index.flatten() - self._positions).tolist()
             if len(before) == 1:
                 self.rows = min(self.rows, size - int(before[0]))
