@@ -66,9 +66,9 @@ class ContextParallel(Calls):
     run on any mesh; `mixers` are functions for other classes of such layers, or instead (Ulysses over all ranks): see docs/training.md.
     With `dropout="position"` each `torch.nn.Dropout` drops by the places of tokens in the batch, so that training does not depend on the
     number of ranks; otherwise each rank draws its own. (Attention drops by places always.)
-    The ranks compare hashes of their models' weights first, of shards with those of ranks that hold the same shards; `compare_weights=False`
-    leaves it out, for weights that something makes equal afterwards (DDP, `deepspeed.initialize` and accelerate's FSDP with
-    `cpu_ram_efficient_loading` send those of rank 0).
+    The ranks compare hashes of their models' weights first, and once more in the first pass, of shards with those of ranks that hold the same ones;
+    `compare_weights=False` leaves it out, for weights that something makes equal afterwards (DDP, `deepspeed.initialize` and accelerate's FSDP
+    with `cpu_ram_efficient_loading` send those of rank 0).
 
     Raises Unsupported for a model that would be wrong, with the reason.
     """
@@ -103,11 +103,8 @@ class ContextParallel(Calls):
         self._everyone: Collectives | None = None
         group, replicas = group_of(mesh, group, replicas)
         self._options, self._group = {"timeout": timeout, "workers": workers, **options}, group
-        self._alike = {
-            **{"group": group, "replicas": replicas, "gradients": gradients, "tile": tile, "vision": vision, "mixers": mixers, "dropout": dropout},
-            "compare_weights": compare_weights,
-            **self._options,
-        }
+        settings = {"replicas": replicas, "gradients": gradients, "tile": tile, "vision": vision, "dropout": dropout, "compare_weights": compare_weights}
+        self._alike = {"group": group, "mixers": mixers, **settings, **self._options}
         transport = GlooTransport(group, timeout=timeout)
         members = self._all = transport.members
         try:
@@ -116,11 +113,10 @@ class ContextParallel(Calls):
                     raise refused("dropout", dropout, "'rank' (each rank draws its own) or 'position' is needed")
                 self._dropouts = ByPlace(model) if dropout == "position" else None
                 self._look(model, members, replicas, gradients, tile, mixers or {}, vision)
-                compare_weights = flag("compare_weights", compare_weights)
-            settings = {"replicas": replicas, "gradients": gradients, "tile": tile, "vision": vision, "dropout": dropout, "compare_weights": compare_weights}
+                self._compare = flag("compare_weights", compare_weights)
             settings |= {"options": sorted(options.items()), "model": type(model).__name__}
             same_settings(transport, settings)
-            if compare_weights:
+            if self._compare:
                 same_weights(transport, model)
             with told(transport):
                 self._try(model)
@@ -228,6 +224,9 @@ class ContextParallel(Calls):
             "all ranks of a group need the same batch. Where each draws its own (random crops or words), cp.trainer(kind, send_batches=True), "
             "or cp.loader(batches) without a trainer, gives all of them that of rank 0"
         )
+        if self._compare:  # with what was added to the model before its first pass, as adapters are
+            same_weights(context.transport, self.model)
+            self._compare = False
         with told(context.transport):
             refuse_parallel()
             self._integrity.check()
