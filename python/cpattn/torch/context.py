@@ -100,7 +100,8 @@ class Context(PackedContext, Combining):
         **options: Unpack[PlanOptions],
     ) -> None:
         heads, head_dim = at_least_1("heads", heads), at_least_1("head_dim", head_dim)
-        checked({name: value for name, value in options.items() if name != nodes.ARGUMENT}, heads)  # type: ignore[arg-type]
+        more = ("group", "heads", "head_dim", "dtype", "device", "timeout", "workers", "plans", "own_tokens", "layers", "communicator")
+        checked({name: value for name, value in options.items() if name != nodes.ARGUMENT}, heads, "Context", more)  # type: ignore[arg-type]
         refuse_per_document("", options)
         super().__init__(plans)
         workers = at_least_1("workers", workers)
@@ -347,7 +348,8 @@ class Batch(Heads, Gathering, Packed):
         With `return_lse` it returns o and lse [heads, tokens] (f32; f64 for f64): the natural log-sum-exp of the scores and the sinks,
         -inf for a query that sees nothing. Both are differentiable; the gradient of a -inf is not used. With `return_max_logit` the
         last result is the largest score of each head, [heads] f32 without a gradient, over the pairs that this rank computed (-inf if
-        it computed none): all_reduce with MAX gives that of the batch.
+        it computed none; NaN is left out): all_reduce with MAX gives that of the batch. To clip q and k, scale them where it is above the
+        threshold alone: it may be negative.
 
         Tensors have the context's dtype, except under torch.autocast, where they and o are cast to its dtype.
         """
