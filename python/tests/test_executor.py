@@ -18,9 +18,11 @@ import test_serving
 import test_slices
 import test_slopes
 import test_torch
+import torch
 import torch.distributed as dist
-from processes import run
+from processes import run, start
 
+import cpattn
 from cpattn.torch import Context
 
 JOBS = {
@@ -69,6 +71,45 @@ def with_kernels(rank: int, world: int, kernels: str, module: str, names: str, *
     return result
 
 
+def stripes(rank: int, world: int) -> str:
+    """The layout that is chosen for a kernel of rectangles where stripes would balance best."""
+    ends, slices = [0, 700, 828, 1852, 1980, 2108, 2236, 2364, 6460], [cpattn.Slice(0, 6460, 0, 2153, high=0)]
+    chosen = []
+    for more in ({"kernels": "math"}, {"kernels": "torch"}, {"kernels": "torch", "layout": "striped", "layout_parameter": 128}):
+        context = Context(heads=8, kv_heads=2, head_dim=64, ring=world, **more)  # type: ignore[arg-type]
+        chosen.append(context.batch(ends, slices=slices).plan.describe().layout.name)
+        dist.barrier()
+        context.close()
+    return " ".join(chosen)
+
+
+def alone(rank: int, world: int) -> str:
+    """After a first run one rank ends: what the others say."""
+    context = Context(heads=2, head_dim=4, ring=world, timeout=20.0, kernels="math")
+    batch = context.batch([0, 9])
+    q = torch.randn(len(batch.tokens), 2, 4)
+    batch.attention(q, q, q)
+    dist.barrier()
+    if rank == 1:
+        return "left"
+    for _ in range(2):
+        try:
+            batch.attention(q, q, q)
+        except cpattn.PeerError as error:
+            said = str(error)
+    return said
+
+
+def raising(rank: int, world: int) -> str:
+    """One rank's kernel lacks what the batch asks for, and another kernel on one rank."""
+    for kernels in (["math", "torch"][rank == 1], ["math", "mine"][rank == 1]):
+        try:
+            Context(heads=2, head_dim=4, kernels=kernels)
+        except cpattn.Error as error:
+            said = f"{type(error).__name__} {error}"
+    return said
+
+
 class Executed(unittest.TestCase):
     def test_batches(self) -> None:
         for module, names in JOBS.items():
@@ -84,6 +125,21 @@ class Executed(unittest.TestCase):
     def test_rows_of_other_ranks(self) -> None:
         for wrong in run(with_kernels, 3, "math", test_gather.__name__, "_right", seconds=300):
             self.assertEqual(wrong, [])
+
+    def test_no_stripes_for_kernels_of_rectangles(self) -> None:
+        self.assertEqual(run(stripes, 2), ["STRIPED ZIGZAG_PACK STRIPED"] * 2)
+
+    def test_a_rank_that_ends(self) -> None:
+        for rank, outcome in enumerate(start(alone, 3, seconds=90)):
+            if rank != 1:
+                self.assertRegex(outcome.value, "^the group has failed: make a new context on every rank. Its first error was: ")
+                self.assertRegex(outcome.value, f"rank {rank}: operation . \\((fetch|return|exchange).*, ring, step .\\) with .*1.* failed: ")
+
+    def test_ranks_with_different_kernels(self) -> None:
+        said = run(raising, 3)
+        self.assertIn("kernels is 'mine', 'cpattn', one of", said[1])
+        for one in (said[0], said[2]):
+            self.assertIn("ranks [1] of this group refused their kernels", one)
 
     def test_combined(self) -> None:
         for worst in run(with_kernels, test_serving.WORLD, "math", test_serving.__name__, "job"):
