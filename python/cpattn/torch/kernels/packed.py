@@ -94,7 +94,7 @@ class ByRectangles:
         self.work, self.kernel, op = work, work.kernel, work.op
         self.able = self.kernel.honours
         tried(self.kernel, work.device, work.dtype)
-        self.heads = HeadMap(work.kv.tolist(), work.k.heads, op.per_q_head, self.able.group)
+        self.heads = HeadMap(work.kv.tolist(), work.k.heads, op.per_q_head, work.device, self.able.group)
         found = rectangles_of(op, in_order=slopes is not None)
         if not self.able.windows:
             found = [part for one in found for part in causal(one)]
