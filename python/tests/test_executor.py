@@ -20,15 +20,17 @@ import test_slopes
 import test_torch
 import torch
 import torch.distributed as dist
-from processes import run, start
+from processes import LONG, run, start
 
 import cpattn
 from cpattn.torch import Context
 
 JOBS = {
-    test_torch: "results kinds contexts precision strides exchanges gradcheck log_sum_exp shares overlaps subgroups second_derivatives",
-    test_slices: "values drawn of_layers cross refusals",
+    test_torch: "results kinds strides exchanges gradcheck log_sum_exp shares subgroups second_derivatives",
+    test_slices: "of_layers cross refusals",
 }
+if LONG:
+    JOBS = {test_torch: JOBS[test_torch] + " contexts precision overlaps", test_slices: JOBS[test_slices] + " values drawn"}
 
 
 class NotCounted(test_torch.Copies):
@@ -113,7 +115,7 @@ def raising(rank: int, world: int) -> str:
 class Executed(unittest.TestCase):
     def test_batches(self) -> None:
         for module, names in JOBS.items():
-            run(with_kernels, 4, "math", module.__name__, names, seconds=400)
+            run(with_kernels, 4, "math", module.__name__, names, seconds=600)
 
     def test_compiled(self) -> None:
         run(with_kernels, 2, "math", test_compile.__name__, "compiled", "aot_eager", seconds=300)
