@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import functools
 import importlib
+import tempfile
 import unittest
+from pathlib import Path
 from typing import Any
 
+import models
 import test_compile
 import test_gather
 import test_latent
@@ -18,6 +21,7 @@ import test_serving
 import test_slices
 import test_slopes
 import test_torch
+import test_transformers
 import torch
 import torch.distributed as dist
 from processes import LONG, run, start
@@ -85,6 +89,27 @@ def stripes(rank: int, world: int) -> str:
     return " ".join(chosen)
 
 
+def in_flight(rank: int, world: int) -> None:
+    """Forwards of several batches before any backward, which come in another order: the bits of one after another."""
+    context = Context(heads=4, kv_heads=2, head_dim=8, kernels="math", ring=world)
+    batches = [context.batch(ends) for ends in ([0, 9, 40], [0, 33], [0, 1, 2, 25])]
+    inputs = [[batch.shard(test_torch.draw(batch.cu_seqlens[-1], h, 8, dtype=torch.float32)).requires_grad_() for h in (4, 2, 2)] for batch in batches]
+    want = [torch.autograd.grad(batch.attention(*x).square().sum(), x) for batch, x in zip(batches, inputs, strict=True)]
+    losses = [batch.attention(*x).square().sum() for batch, x in zip(batches, inputs, strict=True)]
+    for at in (1, 2, 0):
+        for a, b in zip(torch.autograd.grad(losses[at], inputs[at]), want[at], strict=True):
+            assert torch.equal(a, b), at
+    dist.barrier()
+    context.close()
+
+
+def of_models(rank: int, world: int, kernels: str, names: list[str], file: str) -> list[str]:
+    """Losses and gradients of models of Transformers, as on one process."""
+    use(kernels)
+    test_transformers.models.MODELS = {name: models.MODELS[name] for name in names}
+    return test_transformers._right(rank, world, file)
+
+
 def alone(rank: int, world: int) -> str:
     """After a first run one rank ends: what the others say."""
     context = Context(heads=2, head_dim=4, ring=world, timeout=20.0, kernels="math")
@@ -127,6 +152,18 @@ class Executed(unittest.TestCase):
     def test_rows_of_other_ranks(self) -> None:
         for wrong in run(with_kernels, 3, "math", test_gather.__name__, "_right", seconds=300):
             self.assertEqual(wrong, [])
+
+    def test_batches_in_flight(self) -> None:
+        run(in_flight, 2)
+
+    def test_models(self) -> None:
+        """With checkpointing, sinks, windows."""
+        names = ["llama", "gpt-oss"]
+        with tempfile.TemporaryDirectory() as folder:
+            file = str(Path(folder) / "alone")
+            torch.save({name: models.alone(name, models.batch(test_transformers.PACK)) for name in names}, file)
+            for wrong in run(of_models, 3, "math", names, file, seconds=300):
+                self.assertEqual(wrong, [])
 
     def test_no_stripes_for_kernels_of_rectangles(self) -> None:
         self.assertEqual(run(stripes, 2), ["STRIPED ZIGZAG_PACK STRIPED"] * 2)
