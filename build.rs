@@ -9,10 +9,33 @@ mod ptx_format;
 fn main() {
     println!("cargo::rerun-if-changed=build.rs");
     println!("cargo::rerun-if-changed=ptx/compiled");
+    #[cfg(feature = "mpi")]
+    look_for_mpi();
     #[cfg(feature = "cuda")]
     {
         println!("cargo::rerun-if-changed=src/kernel/cuda/ptx_format.rs");
         embed();
+    }
+}
+
+/// Says what is missing before the build script of another crate (`mpi-sys`) panics about it without the name.
+#[cfg(feature = "mpi")]
+fn look_for_mpi() {
+    use std::{env, process::Command};
+
+    println!("cargo::rerun-if-env-changed=MPICC");
+    let compiler = env::var("MPICC").unwrap_or_else(|_| "mpicc".into());
+    let runs = |program: &str, argument: &str| Command::new(program).arg(argument).output().is_ok();
+    let known = || {
+        ["mpich", "ompi", "cray-mpich"].into_iter().any(|name| {
+            Command::new("pkg-config").args(["--exists", name]).status().is_ok_and(|status| status.success())
+        })
+    };
+    if !runs(&compiler, "--version") && !known() {
+        println!(
+            "cargo::warning=feature mpi: no MPI was found ({compiler} does not run). Install Open MPI or MPICH with its headers, \
+             such as libopenmpi-dev, or set MPICC; libclang is needed too. Without them the build of mpi-sys fails."
+        );
     }
 }
 

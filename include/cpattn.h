@@ -332,7 +332,7 @@ typedef struct cpattn_options {
   int32_t reproducible;      /* 1: bit-equal results for any number of ranks; CPU only */
   int32_t pack_inputs;       /* 1: tensors that are sent may have any strides; 0: they must be compact */
   uint32_t ranks_per_node;   /* ranks that share a node: rank r is in node r / ranks_per_node, and a row crosses from one node
-                                to another once; 0, or as many as all ranks: all links are alike. See cpattn_ranks_per_node */
+                                to another once; 0, or as many as all ranks or more: all links are alike. See cpattn_ranks_per_node */
   int32_t circulate_forward; /* CPATTN_CIRCULATE_... */
   int32_t reserved;          /* 0 */
 } cpattn_options;
@@ -745,7 +745,7 @@ int32_t cpattn_rank_ring_check(cpattn_rank *rank, size_t bytes, cpattn_link *lin
 /* Lends a workspace of `bytes` in the memory of the rank's device (or the CPU). It must be as large as the largest
  * cpattn_plan_workspace and cpattn_plan_all_to_all_workspace of the plans to run. Nothing else may use it until another one
  * is lent, it is taken back or the rank is destroyed; on a device these three wait for enqueued work. NULL and 0 bytes take
- * it back: the rank then allocates its own workspace, as it does without this call. */
+ * it back: the rank then allocates its own workspace, as it does without this call. CPATTN_INVALID: one of the two alone. */
 int32_t cpattn_rank_lend_workspace(cpattn_rank *rank, void *workspace, size_t bytes);
 
 /* Which keys a run of attention reads, and where they lie. Members of other kinds are NULL and 0.
@@ -771,8 +771,8 @@ int32_t cpattn_rank_lend_workspace(cpattn_rank *rank, void *workspace, size_t by
  * forward. A token without keys gets o 0 and lse -inf, or the sinks' values. Rows of k and v that no token lists may hold anything,
  * and get gradients 0. k and v go to the ranks whose tokens may read them by the plan's mask, whatever is listed.
  * CPATTN_INVALID: a key outside the document or the mask of its token, named by token, head and entry.
- * CPATTN_UNSUPPORTED: a batch with slices, a reproducible plan, a device, a ring whose q circulates (plan with circulate_forward and
- * circulate CPATTN_CIRCULATE_KEYS). */
+ * CPATTN_UNSUPPORTED: a batch with slices, a reproducible plan, a device, a plan made with circulate_forward or circulate
+ * CPATTN_CIRCULATE_QUERIES. Where the plan may choose the side (CPATTN_CIRCULATE_AUTO), k and v circulate. entries may be 0. */
 #define CPATTN_KEYS_ALL 0
 #define CPATTN_KEYS_PAGES 1
 #define CPATTN_KEYS_LISTED 2
@@ -793,6 +793,11 @@ typedef struct cpattn_keys {
 
 #define CPATTN_KEYS_INIT \
   { sizeof(cpattn_keys), CPATTN_KEYS_ALL, 0, NULL, 0, 0, 0, 0, NULL, 0, 0, 0 }
+
+/* The base of an lse that a run reads or writes; sinks are natural logarithms always. Each conversion from and to base 2 rounds
+ * once. CPATTN_UNSUPPORTED: base 2 on a device. */
+#define CPATTN_LSE_NATURAL 0
+#define CPATTN_LSE_BASE_2 1
 
 /*
  * The tensors of a forward: this rank's own tokens, in the order of cpattn_plan_tokens, with all heads. Nq, Nk: the
@@ -816,10 +821,12 @@ typedef struct cpattn_forward_args {
    * are. NULL unless the problem has dropout. */
   const uint64_t *dropout_seed;
   const cpattn_keys *keys; /* the keys that are read; NULL for all that the mask allows, in k and v */
+  int32_t lse_base;        /* CPATTN_LSE_...: the base of lse, on each rank by itself */
+  int32_t reserved;        /* 0 */
 } cpattn_forward_args;
 
 #define CPATTN_FORWARD_ARGS_INIT \
-  { sizeof(cpattn_forward_args), NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL }
+  { sizeof(cpattn_forward_args), NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, CPATTN_LSE_NATURAL, 0 }
 
 /* The tensors of a backward, with Nq, H, ... as above. It repeats the forward's exchanges, so besides the inputs only o and
  * lse have to be kept. */
@@ -842,18 +849,22 @@ typedef struct cpattn_backward_args {
   const cpattn_tensor *d_lse;
   const uint64_t *dropout_seed; /* as given to the forward */
   const cpattn_keys *keys;      /* as given to the forward */
+  int32_t lse_base;             /* CPATTN_LSE_...: the base of lse, and of the lse that d_lse is the gradient of */
+  int32_t reserved;             /* 0 */
 } cpattn_backward_args;
 
 #define CPATTN_BACKWARD_ARGS_INIT \
-  { sizeof(cpattn_backward_args), NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL }
+  { sizeof(cpattn_backward_args), NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, \
+    CPATTN_LSE_NATURAL, 0 }
 
 /* Run a plan. All ranks of the group make the same calls with equal plans in the same order, each rank on its own thread or
  * process, and wait for each other.
  *
- * CPATTN_DISAGREEMENT: ranks differ. The first time that a plan runs in a direction, this is found before any data moves, and
- * the group stays usable. Later it is found with the first message between two ranks, and the group has failed; on a device
- * cpattn_rank_poll and the next run report it, and results that depend on the other rank are NaN. Later, a difference can also
- * be reported as CPATTN_PEER: with both sizes if a message had another size, or with both ranks if two other ranks differ.
+ * CPATTN_DISAGREEMENT: ranks differ. If the plan and direction are new to all ranks of the group, this is found before any data
+ * moves, and the group stays usable. If they are new to some ranks only, while the others repeat what all have run, every rank
+ * gets it at once, and the group has failed. If none is new, it is found with the first message between two ranks, and the group
+ * has failed; on a device cpattn_rank_poll and the next run report it, and results that depend on the other rank are NaN. Then
+ * it can also be reported as CPATTN_PEER: with both sizes if a message had another size, or with both ranks if two others differ.
  * CPATTN_INVALID: a tensor does not fit, or overlaps one that is written. The peers of a rank that is refused wait until
  * their deadline passes or the rank calls again.
  *
@@ -933,10 +944,12 @@ typedef struct cpattn_combine_args {
   const cpattn_tensor *o;           /* written */
   const cpattn_tensor *lse;         /* written */
   void *stream;                     /* cudaStream_t on a device; NULL on the CPU */
+  int32_t lse_base;                 /* CPATTN_LSE_...: the base of partial_lse and of lse, on each rank by itself */
+  int32_t reserved;                 /* 0 */
 } cpattn_combine_args;
 
 #define CPATTN_COMBINE_ARGS_INIT \
-  { sizeof(cpattn_combine_args), NULL, NULL, NULL, NULL, NULL, NULL }
+  { sizeof(cpattn_combine_args), NULL, NULL, NULL, NULL, NULL, NULL, CPATTN_LSE_NATURAL, 0 }
 
 int32_t cpattn_rank_combine(cpattn_rank *rank, const cpattn_plan *plan, int32_t to, const cpattn_combine_args *args);
 int32_t cpattn_plan_verify_combine(const cpattn_plan *plan, int32_t to, int32_t partial);

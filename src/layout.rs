@@ -189,6 +189,26 @@ impl Shares {
         }
     }
 
+    /// As [`Shares::segments`], without segments of documents that no segment of `others` is of, as far as a look at
+    /// each document is saved by that: in a pack of many documents two ranks share those at the borders of their runs.
+    pub(crate) fn segments_beside(&self, side: Side, r: usize, others: &[Segment], out: &mut Vec<Segment>) {
+        let (n, ring) = (self.batch.tokens(side), self.ring);
+        out.clear();
+        let mut b = SegmentWriter { batch: &self.batch, side, doc: 0, row: 0, out };
+        let part = |i: usize, parts: usize| (cut(i, n, parts), cut(i + 1, n, parts));
+        match self.layout {
+            Layout::Contiguous => b.run_beside(part(r, ring), false, others),
+            Layout::ZigzagPack => {
+                b.run_beside(part(r, 2 * ring), false, others);
+                b.run_beside(part(2 * ring - 1 - r, 2 * ring), true, others);
+            }
+            Layout::Balanced { chunks } => {
+                self.chunks_of(r).for_each(|c| b.run_beside(part(c, ring * chunks as usize), false, others));
+            }
+            Layout::Zigzag | Layout::Striped { .. } => self.segments(side, r, out),
+        }
+    }
+
     /// The batch.
     pub(crate) fn batch(&self) -> &Batch {
         &self.batch
@@ -250,6 +270,24 @@ impl SegmentWriter<'_> {
             self.push(d, t - doc.start, end - t, 1, 1, reverse);
             t = end;
         }
+    }
+
+    /// As [`SegmentWriter::run`], of documents that a segment of `others` is of; these are in the order of documents.
+    fn run_beside(&mut self, (a, e): (usize, usize), reverse: bool, others: &[Segment]) {
+        if a == e {
+            return;
+        }
+        let (row, batch, side) = (self.row, self.batch, self.side);
+        let [first, last] = [a, e - 1].map(|token| batch.document_of(side, token) as u32);
+        let mut from = others.partition_point(|s| s.range.doc < first);
+        while let Some(doc) = others.get(from).map(|s| s.range.doc).filter(|&doc| doc <= last) {
+            let tokens = batch.document(side, doc as usize);
+            let (begin, end) = (a.max(tokens.start), e.min(tokens.end));
+            self.row = row + begin.saturating_sub(a) as i64;
+            self.push(doc as usize, begin.saturating_sub(tokens.start), end.saturating_sub(begin), 1, 1, reverse);
+            from += others[from..].iter().take_while(|s| s.range.doc == doc).count();
+        }
+        self.row = row + (e - a) as i64;
     }
 
     /// Stripes over the pack, cut at documents: a document that begins inside one of the rank's stripes gives a short

@@ -56,8 +56,7 @@
  * The library makes the context current during a call and then restores the previous one.
  *
  * CUDA GRAPHS. A run of a rank can be captured; over NCCL only one of a plan without exchanges, as that of a single
- * rank: others are refused. Before the capture begins, call cpattn_rank_prepare (for an all-to-all,
- * cpattn_rank_prepare_all_to_all). Then call cpattn_forward, cpattn_backward, cpattn_rank_to_heads or
+ * rank: others are refused. Before the capture begins, call cpattn_rank_prepare. Then call cpattn_forward, cpattn_backward, cpattn_rank_to_heads or
  * cpattn_rank_to_tokens with the stream that is being captured. While a run of the rank is being captured, calls that
  * would invalidate the capture are refused with CPATTN_UNSUPPORTED, and the capture stays valid: lending workspace or
  * taking it back, preparing a plan that is not prepared, cpattn_rank_record with a capacity other than 0, and a run on
@@ -435,6 +434,9 @@ int32_t cpattn_plan_verify(const cpattn_plan *plan);
 
 #define CPATTN_FORWARD 0
 #define CPATTN_BACKWARD 1
+#define CPATTN_TO_HEADS 2
+#define CPATTN_TO_TOKENS 3
+#define CPATTN_COMBINE 4
 
 /* Bytes of workspace that a run takes on a rank, the same on the CPU and on devices; see cpattn_rank_lend_workspace.
  * direction: CPATTN_FORWARD or CPATTN_BACKWARD. */
@@ -715,10 +717,23 @@ int32_t cpattn_rank_create(cpattn_transport *transport, const cpattn_rank_option
 /* The rank leaves the group: peers that still need it get an error. On a device it first waits for the work it enqueued. */
 int32_t cpattn_rank_destroy(cpattn_rank *rank);
 
-/* Does everything that may allocate for runs of this plan. On a device it also loads the kernels, which can take the driver
- * seconds, and may wait for earlier runs. Optional: otherwise the first run does it. A rank keeps the last 16 prepared
- * (plan, direction) pairs; an all-to-all counts as one. */
-int32_t cpattn_rank_prepare(cpattn_rank *rank, const cpattn_plan *plan, int32_t direction);
+/* What an all-to-all or a combine is of. */
+typedef struct cpattn_purpose {
+  size_t struct_size;
+  int32_t side;  /* all-to-all: CPATTN_Q or CPATTN_K */
+  uint32_t dim;  /* all-to-all: the innermost dimension */
+  int32_t dtype; /* the element type, CPATTN_F16, ...: all-to-all: of its tensors; combine: of partial_o */
+  int32_t to;    /* combine: CPATTN_COMBINE_TO_... */
+} cpattn_purpose;
+
+#define CPATTN_PURPOSE_INIT \
+  { sizeof(cpattn_purpose), 0, 0, 0, 0 }
+
+/* Does everything that may allocate for runs of this plan: CPATTN_FORWARD or CPATTN_BACKWARD, purpose NULL; CPATTN_TO_HEADS,
+ * CPATTN_TO_TOKENS or CPATTN_COMBINE, with what it is of. On a device it also loads the kernels, which can take the driver
+ * seconds, and may wait for earlier runs. Optional: otherwise the first run does it. A rank keeps the last 16 prepared pairs of a
+ * plan and one of these. */
+int32_t cpattn_rank_prepare(cpattn_rank *rank, const cpattn_plan *plan, int32_t direction, const cpattn_purpose *purpose);
 
 /* cpattn_ring_check with a rank, between runs, for any group. On a device it waits for the work the rank enqueued. With links
  * NULL and capacity 0 it checks nothing and writes the largest possible number of links to *count. */
@@ -732,6 +747,57 @@ int32_t cpattn_rank_ring_check(cpattn_rank *rank, size_t bytes, cpattn_link *lin
  * is lent, it is taken back or the rank is destroyed; on a device these three wait for enqueued work. NULL and 0 bytes take
  * it back: the rank then allocates its own workspace, as it does without this call. */
 int32_t cpattn_rank_lend_workspace(cpattn_rank *rank, void *workspace, size_t bytes);
+
+/* Which keys a run of attention reads, and where they lie. Members of other kinds are NULL and 0.
+ *
+ * CPATTN_KEYS_ALL: all that the mask allows, one row after another in k and v; so is NULL in place of the struct.
+ *
+ * CPATTN_KEYS_PAGES, of a forward: all that the mask allows, in pages, without copying them. k and v have the rows of all pages,
+ * [rows, kv_heads, dim] (an array of [pages, page_size, kv_heads, dim] seen as rows). block_table is [documents, pages_per_document],
+ * in memory of the rank's device: row i of this rank's k rows of document d, in the rank's order, is row
+ *   block_table[d * pages_per_document + i / page_size] * page_stride + i % page_size
+ * of k and v. page_stride is page_size if pages adjoin, more if something lies between them. Entries beyond a document's rows are
+ * not read; documents may share pages. On one rank this is the block_table of vLLM and FlashAttention, with the lengths of the
+ * sequences as the batch's k side; over a ring each rank has a table of the pages of its own rows. On the CPU the result has the bits
+ * of a forward whose k and v have these rows one after another, and entries are checked. On a device the kernels read the table when
+ * the run executes, in each replay of a graph too, and read where its entries say: they must be pages of k and v. The first call of a
+ * plan prepares it; make one before a capture begins.
+ * CPATTN_UNSUPPORTED: a backward; a plan that copies or sends k and v (Ulysses ranks; a ring whose k circulates) or has dropout.
+ *
+ * CPATTN_KEYS_LISTED: those that each q token lists: the results of dense calls whose mask has these pairs alone. key_indices is
+ * [tokens, heads, entries], compact, on the CPU, a row for each of this rank's q tokens (q_tokens of cpattn_share) in the rank's
+ * order: positions of keys in the token's document, from 0, each at most once in a list, in any order; -1 for none. heads is 1 for
+ * lists that all kv heads share, or kv_heads. All ranks have the same heads and entries, and a backward is given the lists of its
+ * forward. A token without keys gets o 0 and lse -inf, or the sinks' values. Rows of k and v that no token lists may hold anything,
+ * and get gradients 0. k and v go to the ranks whose tokens may read them by the plan's mask, whatever is listed.
+ * CPATTN_INVALID: a key outside the document or the mask of its token, named by token, head and entry.
+ * CPATTN_UNSUPPORTED: a batch with slices, a reproducible plan, a device, a ring whose q circulates (plan with circulate_forward and
+ * circulate CPATTN_CIRCULATE_KEYS). */
+#define CPATTN_KEYS_ALL 0
+#define CPATTN_KEYS_PAGES 1
+#define CPATTN_KEYS_LISTED 2
+typedef struct cpattn_keys {
+  size_t struct_size;
+  int32_t kind; /* CPATTN_KEYS_... */
+  int32_t reserved; /* 0 */
+  const int32_t *block_table;
+  size_t documents; /* those of the plan */
+  size_t pages_per_document;
+  size_t page_size;
+  size_t page_stride;
+  const int32_t *key_indices;
+  size_t tokens;
+  size_t heads;
+  size_t entries;
+} cpattn_keys;
+
+#define CPATTN_KEYS_INIT \
+  { sizeof(cpattn_keys), CPATTN_KEYS_ALL, 0, NULL, 0, 0, 0, 0, NULL, 0, 0, 0 }
+
+/* The base of an lse that a run reads or writes; sinks are natural logarithms always. Each conversion from and to base 2 rounds
+ * once. CPATTN_UNSUPPORTED: base 2 on a device. */
+#define CPATTN_LSE_NATURAL 0
+#define CPATTN_LSE_BASE_2 1
 
 /*
  * The tensors of a forward: this rank's own tokens, in the order of cpattn_plan_tokens, with all heads. Nq, Nk: the
@@ -754,10 +820,13 @@ typedef struct cpattn_forward_args {
   /* The seed of dropout, another one for each layer and step, and the same on all ranks of the group, which is checked as plans
    * are. NULL unless the problem has dropout. */
   const uint64_t *dropout_seed;
+  const cpattn_keys *keys; /* the keys that are read; NULL for all that the mask allows, in k and v */
+  int32_t lse_base;        /* CPATTN_LSE_...: the base of lse, on each rank by itself */
+  int32_t reserved;        /* 0 */
 } cpattn_forward_args;
 
 #define CPATTN_FORWARD_ARGS_INIT \
-  { sizeof(cpattn_forward_args), NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL }
+  { sizeof(cpattn_forward_args), NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, CPATTN_LSE_NATURAL, 0 }
 
 /* The tensors of a backward, with Nq, H, ... as above. It repeats the forward's exchanges, so besides the inputs only o and
  * lse have to be kept. */
@@ -766,7 +835,7 @@ typedef struct cpattn_backward_args {
   const cpattn_tensor *q;      /* read; q, k, v, sinks as given to the forward, o and lse as written by it */
   const cpattn_tensor *k;      /* read */
   const cpattn_tensor *v;      /* read */
-  const cpattn_tensor *sinks;  /* read */
+  const cpattn_tensor *sinks;  /* read; NULL unless the problem has sinks */
   const cpattn_tensor *o;      /* read */
   const cpattn_tensor *lse;    /* read */
   const cpattn_tensor *d_o;    /* read, [Nq, H, Dv]: gradient of o */
@@ -779,10 +848,14 @@ typedef struct cpattn_backward_args {
    * A row whose lse is -inf has no gradient, and its d_lse is not used. */
   const cpattn_tensor *d_lse;
   const uint64_t *dropout_seed; /* as given to the forward */
+  const cpattn_keys *keys;      /* as given to the forward */
+  int32_t lse_base;             /* CPATTN_LSE_...: the base of lse, and of the lse that d_lse is the gradient of */
+  int32_t reserved;             /* 0 */
 } cpattn_backward_args;
 
 #define CPATTN_BACKWARD_ARGS_INIT \
-  { sizeof(cpattn_backward_args), NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL }
+  { sizeof(cpattn_backward_args), NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, \
+    CPATTN_LSE_NATURAL, 0 }
 
 /* Run a plan. All ranks of the group make the same calls with equal plans in the same order, each rank on its own thread or
  * process, and wait for each other.
@@ -800,34 +873,6 @@ typedef struct cpattn_backward_args {
  * its outputs are undefined. */
 int32_t cpattn_forward(cpattn_rank *rank, const cpattn_plan *plan, const cpattn_forward_args *args);
 int32_t cpattn_backward(cpattn_rank *rank, const cpattn_plan *plan, const cpattn_backward_args *args);
-
-/* A forward over k and v that lie in pages, without copying them: k and v of `args` have the rows of all pages, [rows, kv_heads, dim]
- * (an array of [pages, page_size, kv_heads, dim] seen as rows). block_table is [documents, pages_per_document], in memory of the rank's
- * device: row i of this rank's k rows of document d, in the rank's order, is row
- *   block_table[d * pages_per_document + i / page_size] * page_stride + i % page_size
- * of k and v. page_stride is page_size if pages adjoin, more if something lies between them. Entries beyond a document's rows are
- * not read; documents may share pages. On one rank this is the block_table of vLLM and FlashAttention, with the lengths of the
- * sequences as the batch's k side; over a ring each rank has a table of the pages of its own rows. On the CPU the result has the bits
- * of a forward whose k and v have these rows one after another, and entries are checked. On a device the kernels read the table when
- * the run executes, in each replay of a graph too, and read where its entries say: they must be pages of k and v. The first call of a
- * plan prepares it; make one before a capture begins.
- * CPATTN_UNSUPPORTED: a plan that copies or sends k and v (Ulysses ranks; a ring whose k circulates) or has dropout. */
-int32_t cpattn_forward_paged(cpattn_rank *rank, const cpattn_plan *plan, const cpattn_forward_args *args,
-    const int32_t *block_table, size_t documents, size_t pages_per_document, size_t page_size, size_t page_stride);
-
-/* A forward and a backward where each q token attends only to keys that it lists: the results of dense calls whose mask has these
- * pairs alone. key_indices is [tokens, heads, entries], compact, on the CPU, a row for each of this rank's q tokens (q_tokens of
- * cpattn_share) in the rank's order: positions of keys in the token's document, from 0, each at most once in a list, in any order; -1
- * for none. heads is 1 for lists that all kv heads share, or kv_heads. All ranks have the same heads and entries.
- * A token without keys gets o 0 and lse -inf, or the sinks' values. Rows of k and v that no token lists may hold anything, and get
- * gradients 0. k and v go to the ranks whose tokens may read them by the plan's mask, whatever is listed.
- * CPATTN_INVALID: a key outside the document or the mask of its token, named by token, head and entry.
- * CPATTN_UNSUPPORTED: a batch with slices, a reproducible plan, a device, a ring whose q circulates (plan with circulate_forward and
- * circulate CPATTN_CIRCULATE_KEYS). */
-int32_t cpattn_forward_listed(cpattn_rank *rank, const cpattn_plan *plan, const cpattn_forward_args *args,
-    const int32_t *key_indices, size_t tokens, size_t heads, size_t entries);
-int32_t cpattn_backward_listed(cpattn_rank *rank, const cpattn_plan *plan, const cpattn_backward_args *args,
-    const int32_t *key_indices, size_t tokens, size_t heads, size_t entries);
 
 /* The pairs that dropout keeps, for a comparison with a computation that has the whole mask: kept[i * k_count + j] is 1 if q token
  * q_begin + i keeps k token k_begin + j, and 0 if it drops it. Tokens are places in the whole batch; head is a q head of the
@@ -858,10 +903,8 @@ int32_t cpattn_rank_to_heads(cpattn_rank *rank, const cpattn_plan *plan, int32_t
 int32_t cpattn_rank_to_tokens(cpattn_rank *rank, const cpattn_plan *plan, int32_t side, const cpattn_tensor *from,
     const cpattn_tensor *to, void *stream);
 
-/* For both all-to-alls of tensors of this side, innermost dimension and element type (CPATTN_F16, ...): the first does what
- * cpattn_rank_prepare does for attention, the second writes the larger of their workspaces on a rank, in bytes. */
-int32_t cpattn_rank_prepare_all_to_all(cpattn_rank *rank, const cpattn_plan *plan, int32_t side, uint32_t dim,
-    int32_t dtype);
+/* Writes the larger workspace, in bytes, of both all-to-alls of tensors of this side, innermost dimension and element type
+ * (CPATTN_F16, ...) on a rank. */
 int32_t cpattn_plan_all_to_all_workspace(const cpattn_plan *plan, uint32_t rank, int32_t side, uint32_t dim,
     int32_t dtype, uint64_t *bytes);
 
@@ -887,15 +930,27 @@ int32_t cpattn_plan_verify_all_to_all(const cpattn_plan *plan, int32_t side, uin
  * without keys on any rank gets o 0 and lse -inf, or the sink's value. On a device, in the
  * order of the stream: f16, bf16 and f32, a value_dim that is a multiple of 8, and rows of o at multiples of 16 bytes.
  *
- * partial: the type of partial_o (CPATTN_F32, ...). The other functions do for a combine what cpattn_rank_prepare,
- * cpattn_plan_verify and cpattn_plan_workspace do for attention. */
+ * partial: the type of partial_o (CPATTN_F32, ...). The other functions do for a combine what cpattn_plan_verify and
+ * cpattn_plan_workspace do for attention. */
 #define CPATTN_COMBINE_TO_ALL 0
 #define CPATTN_COMBINE_TO_HEADS 1
 #define CPATTN_COMBINE_TO_TOKENS 2
-int32_t cpattn_rank_combine(cpattn_rank *rank, const cpattn_plan *plan, int32_t to, const cpattn_tensor *partial_o,
-    const cpattn_tensor *partial_lse, const cpattn_tensor *sinks, const cpattn_tensor *o, const cpattn_tensor *lse,
-    void *stream);
-int32_t cpattn_rank_prepare_combine(cpattn_rank *rank, const cpattn_plan *plan, int32_t to, int32_t partial);
+typedef struct cpattn_combine_args {
+  size_t struct_size;
+  const cpattn_tensor *partial_o;   /* read */
+  const cpattn_tensor *partial_lse; /* read */
+  const cpattn_tensor *sinks;       /* read; NULL unless the plan has sinks */
+  const cpattn_tensor *o;           /* written */
+  const cpattn_tensor *lse;         /* written */
+  void *stream;                     /* cudaStream_t on a device; NULL on the CPU */
+  int32_t lse_base;                 /* CPATTN_LSE_...: the base of partial_lse and of lse, on each rank by itself */
+  int32_t reserved;                 /* 0 */
+} cpattn_combine_args;
+
+#define CPATTN_COMBINE_ARGS_INIT \
+  { sizeof(cpattn_combine_args), NULL, NULL, NULL, NULL, NULL, NULL, CPATTN_LSE_NATURAL, 0 }
+
+int32_t cpattn_rank_combine(cpattn_rank *rank, const cpattn_plan *plan, int32_t to, const cpattn_combine_args *args);
 int32_t cpattn_plan_verify_combine(const cpattn_plan *plan, int32_t to, int32_t partial);
 int32_t cpattn_plan_combine_workspace(const cpattn_plan *plan, uint32_t rank, int32_t to, int32_t partial, uint64_t *bytes);
 
@@ -1256,14 +1311,11 @@ int32_t cpattn_schedule_create(const cpattn_plan *plan, uint32_t rank, int32_t d
 
 /* The same for one all-to-all of a tensor of this side, innermost dimension and type (cpattn_rank_to_heads,
  * cpattn_rank_to_tokens); its operations are exchanges and sums. For plans of any kind. */
-#define CPATTN_TO_HEADS 2
-#define CPATTN_TO_TOKENS 3
 int32_t cpattn_schedule_create_all_to_all(const cpattn_plan *plan, uint32_t rank, int32_t direction, int32_t side, uint32_t dim,
     int32_t dtype, cpattn_schedule **schedule);
 
 /* The same for a combine (cpattn_rank_combine); its operations are exchanges, sums and CPATTN_OP_COMBINE. Its direction is
  * CPATTN_COMBINE. */
-#define CPATTN_COMBINE 4
 int32_t cpattn_schedule_create_combine(const cpattn_plan *plan, uint32_t rank, int32_t to, int32_t partial,
     cpattn_schedule **schedule);
 

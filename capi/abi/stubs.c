@@ -53,32 +53,21 @@ int32_t cpattn_ring_check(cpattn_transport *transport, size_t bytes, cpattn_link
 int32_t cpattn_transport_destroy(cpattn_transport *transport) { return 0; }
 int32_t cpattn_rank_create(cpattn_transport *transport, const cpattn_rank_options *options, cpattn_rank **rank) { return 0; }
 int32_t cpattn_rank_destroy(cpattn_rank *rank) { return 0; }
-int32_t cpattn_rank_prepare(cpattn_rank *rank, const cpattn_plan *plan, int32_t direction) { return 0; }
+int32_t cpattn_rank_prepare(cpattn_rank *rank, const cpattn_plan *plan, int32_t direction, const cpattn_purpose *purpose) { return 0; }
 int32_t cpattn_rank_ring_check(cpattn_rank *rank, size_t bytes, cpattn_link *links, size_t capacity, size_t *count) { return 0; }
 int32_t cpattn_rank_lend_workspace(cpattn_rank *rank, void *workspace, size_t bytes) { return 0; }
 int32_t cpattn_forward(cpattn_rank *rank, const cpattn_plan *plan, const cpattn_forward_args *args) { return 0; }
 int32_t cpattn_backward(cpattn_rank *rank, const cpattn_plan *plan, const cpattn_backward_args *args) { return 0; }
-int32_t cpattn_forward_paged(cpattn_rank *rank, const cpattn_plan *plan, const cpattn_forward_args *args,
-    const int32_t *block_table, size_t documents, size_t pages_per_document, size_t page_size, size_t page_stride) { return 0; }
-int32_t cpattn_forward_listed(cpattn_rank *rank, const cpattn_plan *plan, const cpattn_forward_args *args,
-    const int32_t *key_indices, size_t tokens, size_t heads, size_t entries) { return 0; }
-int32_t cpattn_backward_listed(cpattn_rank *rank, const cpattn_plan *plan, const cpattn_backward_args *args,
-    const int32_t *key_indices, size_t tokens, size_t heads, size_t entries) { return 0; }
 int32_t cpattn_dropout_mask(double probability, uint64_t seed, uint32_t q_begin, uint32_t q_count, uint32_t k_begin,
     uint32_t k_count, uint32_t head, uint8_t *kept) { return 0; }
 int32_t cpattn_rank_to_heads(cpattn_rank *rank, const cpattn_plan *plan, int32_t side, const cpattn_tensor *from,
     const cpattn_tensor *to, void *stream) { return 0; }
 int32_t cpattn_rank_to_tokens(cpattn_rank *rank, const cpattn_plan *plan, int32_t side, const cpattn_tensor *from,
     const cpattn_tensor *to, void *stream) { return 0; }
-int32_t cpattn_rank_prepare_all_to_all(cpattn_rank *rank, const cpattn_plan *plan, int32_t side, uint32_t dim,
-    int32_t dtype) { return 0; }
 int32_t cpattn_plan_all_to_all_workspace(const cpattn_plan *plan, uint32_t rank, int32_t side, uint32_t dim,
     int32_t dtype, uint64_t *bytes) { return 0; }
 int32_t cpattn_plan_verify_all_to_all(const cpattn_plan *plan, int32_t side, uint32_t dim, int32_t dtype) { return 0; }
-int32_t cpattn_rank_combine(cpattn_rank *rank, const cpattn_plan *plan, int32_t to, const cpattn_tensor *partial_o,
-    const cpattn_tensor *partial_lse, const cpattn_tensor *sinks, const cpattn_tensor *o, const cpattn_tensor *lse,
-    void *stream) { return 0; }
-int32_t cpattn_rank_prepare_combine(cpattn_rank *rank, const cpattn_plan *plan, int32_t to, int32_t partial) { return 0; }
+int32_t cpattn_rank_combine(cpattn_rank *rank, const cpattn_plan *plan, int32_t to, const cpattn_combine_args *args) { return 0; }
 int32_t cpattn_plan_verify_combine(const cpattn_plan *plan, int32_t to, int32_t partial) { return 0; }
 int32_t cpattn_plan_combine_workspace(const cpattn_plan *plan, uint32_t rank, int32_t to, int32_t partial, uint64_t *bytes) { return 0; }
 int32_t cpattn_rank_shift(cpattn_rank *rank, const cpattn_plan *plan, int64_t by, const void *fill,
@@ -138,8 +127,11 @@ cpattn_transport_table *keep_cpattn_transport_table(void) { return 0; }
 cpattn_engine_table *keep_cpattn_engine_table(void) { return 0; }
 cpattn_link *keep_cpattn_link(void) { return 0; }
 cpattn_rank_options *keep_cpattn_rank_options(void) { return 0; }
+cpattn_purpose *keep_cpattn_purpose(void) { return 0; }
+cpattn_keys *keep_cpattn_keys(void) { return 0; }
 cpattn_forward_args *keep_cpattn_forward_args(void) { return 0; }
 cpattn_backward_args *keep_cpattn_backward_args(void) { return 0; }
+cpattn_combine_args *keep_cpattn_combine_args(void) { return 0; }
 cpattn_event *keep_cpattn_event(void) { return 0; }
 cpattn_range *keep_cpattn_range(void) { return 0; }
 cpattn_band *keep_cpattn_band(void) { return 0; }

@@ -6,10 +6,11 @@ use core::ffi::c_void;
 use super::{
     dlpack::{cpattn_tensor, one, tensor},
     handle::{self, Exclusive as _},
-    input::{one_of, result, sized},
+    input::{one_of, reserved, result, sized},
     plan::{cpattn_plan, rank_of},
     problem::DTYPES,
     rank::cpattn_rank,
+    run::lse_base,
     schedule::cpattn_schedule,
     schedule_list::{Given, ListedSchedule},
 };
@@ -46,6 +47,8 @@ pub struct cpattn_combine_args {
     pub o: *const cpattn_tensor,
     pub lse: *const cpattn_tensor,
     pub stream: *mut c_void,
+    pub lse_base: i32,
+    pub reserved: i32,
 }
 
 versioned! { cpattn_combine_args through stream; }
@@ -68,6 +71,8 @@ pub unsafe extern "C" fn cpattn_rank_combine(
             let of = tensor(id.name(), of, id.axes().into());
             bindings.set(id, given!(one(at, &if id.is_of_sinks() { of.optional() } else { of })));
         }
+        reserved("args.reserved", args.reserved == 0)?;
+        let bindings = bindings.with_lse_base(lse_base(args.lse_base)?);
         let combine = Combine { to, partial: bindings.get(TensorId::PartialO).dtype };
         // SAFETY: the memory is the caller's for the run, and the stream one of the driver's, by the header's promises;
         // shapes are checked against the plan.

@@ -179,9 +179,11 @@ unsafe fn members(p: &cpattn_problem, base: Option<&Batch>) -> Result<Problem> {
             usize::try_from(p.sinks)
                 .map_err(|_| Error::invalid("sinks", p.sinks, format!("0 to {}", Problem::MAX_SINKS)))?,
         )
-        .with_dropout(p.dropout)
         .with_kind(kind);
-    // 0 stands for the default. `check` refuses a NaN.
+    // 0 stands for the default, and for none. `check` refuses a NaN.
+    if p.dropout != 0.0 {
+        out = out.with_dropout(p.dropout);
+    }
     if p.scale != 0.0 {
         out = out.with_scale(p.scale);
     }

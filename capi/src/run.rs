@@ -12,8 +12,8 @@ use super::{
     status::Outcome,
 };
 use cpattn::{
-    Device, Error, Plan,
-    runtime::{Bindings, BlockTable, KeyIndices, Keys, Pages},
+    Device, Error, Plan, Result,
+    runtime::{Bindings, BlockTable, KeyIndices, Keys, LseBase, Pages},
     schedule::{AllToAll, AllToAllDirection, Direction, TensorId},
 };
 
@@ -48,6 +48,8 @@ pub struct cpattn_forward_args {
     pub max_logit: *const cpattn_tensor,
     pub dropout_seed: *const u64,
     pub keys: *const cpattn_keys,
+    pub lse_base: i32,
+    pub reserved: i32,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -69,6 +71,8 @@ pub struct cpattn_backward_args {
     pub d_lse: *const cpattn_tensor,
     pub dropout_seed: *const u64,
     pub keys: *const cpattn_keys,
+    pub lse_base: i32,
+    pub reserved: i32,
 }
 
 versioned! {
@@ -135,8 +139,8 @@ unsafe fn keys<'a>(keys: *const cpattn_keys, plan: &Plan, at: Device) -> Outcome
 trait Arguments: Versioned {
     const DIRECTION: Direction;
 
-    /// The stream, the seed of dropout and the keys.
-    fn others(&self) -> (*mut c_void, *const u64, *const cpattn_keys);
+    /// The stream, the seed of dropout, the keys, the base of lse and what is reserved.
+    fn others(&self) -> (*mut c_void, *const u64, *const cpattn_keys, [i32; 2]);
 }
 
 macro_rules! arguments {
@@ -144,8 +148,8 @@ macro_rules! arguments {
         impl Arguments for $name {
             const DIRECTION: Direction = $direction;
 
-            fn others(&self) -> (*mut c_void, *const u64, *const cpattn_keys) {
-                (self.stream, self.dropout_seed, self.keys)
+            fn others(&self) -> (*mut c_void, *const u64, *const cpattn_keys, [i32; 2]) {
+                (self.stream, self.dropout_seed, self.keys, [self.lse_base, self.reserved])
             }
         }
     )*};
@@ -154,6 +158,12 @@ macro_rules! arguments {
 arguments! {
     cpattn_forward_args: Direction::Forward;
     cpattn_backward_args: Direction::Backward;
+}
+
+/// The base of lse with this number.
+pub(super) fn lse_base(value: i32) -> Result<LseBase> {
+    let names = [("CPATTN_LSE_NATURAL", LseBase::Natural), ("CPATTN_LSE_BASE_2", LseBase::Two)];
+    one_of("lse_base", value, &names)
 }
 
 /// Reads the tensors of a run and runs it.
@@ -174,7 +184,9 @@ unsafe fn run<A: Arguments>(rank: *mut cpattn_rank, plan: *const cpattn_plan, ar
         let of = if id.is_optional() || id.is_of_sinks() { of.optional() } else { of };
         bindings.set(id, given!(one(at, &of)));
     }
-    let (stream, dropout_seed, keys) = args.others();
+    let (stream, dropout_seed, keys, [base, rest]) = args.others();
+    reserved("args.reserved", rest == 0)?;
+    bindings = bindings.with_lse_base(lse_base(base)?);
     if !dropout_seed.is_null() {
         bindings = bindings.with_dropout_seed(Some(given!(array("dropout_seed", dropout_seed, 1))[0]));
     }

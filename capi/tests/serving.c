@@ -129,6 +129,18 @@ static void *run(void *argument) {
   LOCKED(OK(first));
   int32_t second = combine(rank, merge, CPATTN_COMBINE_TO_HEADS, &to, &tl, NULL, &th, &thl);
   LOCKED(OK(second));
+  /* To base 2: parts, and what is merged. */
+  float lse2[HEADS], all2[HEADS * DIM], all_lse2[HEADS];
+  for (int h = 0; h < HEADS; h++) lse2[h] = lse[h] / (float)log(2);
+  cpattn_tensor tl2 = tensor(lse2, 2, heads), ta2 = tensor(all2, 3, one), tal2 = tensor(all_lse2, 2, heads);
+  cpattn_combine_args base2 = CPATTN_COMBINE_ARGS_INIT;
+  base2.partial_o = &to, base2.partial_lse = &tl2, base2.o = &ta2, base2.lse = &tal2, base2.lse_base = 2;
+  LOCKED(REFUSED(CPATTN_INVALID, "lse_base is 2", cpattn_rank_combine(rank, merge, CPATTN_COMBINE_TO_ALL, &base2)));
+  base2.lse_base = CPATTN_LSE_BASE_2;
+  int32_t in_base2 = cpattn_rank_combine(rank, merge, CPATTN_COMBINE_TO_ALL, &base2);
+  LOCKED(OK(in_base2));
+  for (int i = 0; i < HEADS * DIM; i++) LOCKED(failures += !(fabsf(all2[i] - all[i]) < 1e-5f));
+  for (int h = 0; h < HEADS; h++) LOCKED(failures += !(fabsf(all_lse2[h] * (float)log(2) - all_lse[h]) < 1e-5f));
   for (int i = 0; i < HEADS * DIM; i++) LOCKED(failures += !(fabsf(all[i] - expected[i]) < 1e-6f));
   for (int h = 0; h < HEADS; h++) LOCKED(failures += !(fabsf(all_lse[h] - expected_lse[h]) < 1e-6f));
   LOCKED(failures += memcmp(half, all + number_of_rank * HEADS / 2 * DIM, sizeof half) != 0);

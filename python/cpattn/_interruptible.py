@@ -3,6 +3,8 @@
 
 Python runs signal handlers on the main thread, between two Python instructions. While the main thread is inside C, no handler
 runs, possibly until the deadline. So a call from the main thread runs on a second thread, and the main thread waits in Python.
+
+If the second thread cannot start, the call is not made: other ranks are notified, and the next call tries again.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from concurrent.futures import Future, wait
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from .errors import InvalidHandle
+from .errors import DeviceError, InvalidHandle
 
 T = TypeVar("T")
 _Job = tuple[Callable[[], Any], Future[Any]]
@@ -43,16 +45,24 @@ class Interruptible:
                 f"process {self._process}, or make a new rank here"
             )
 
-    def __call__(self, job: Callable[[], T], interrupt: Callable[[], None]) -> T:
-        """Runs `job`. If a signal handler raises meanwhile, `interrupt` must make the job end."""
+    def __call__(self, job: Callable[[], T], interrupt: Callable[[], None], *, needs_thread: bool = True) -> T:
+        """Runs `job`. If a signal handler raises meanwhile, `interrupt` must make the job end. If the thread cannot start, `interrupt`
+        ends the group, or a job that needs no thread runs here."""
         self.check_process()
         if threading.current_thread() is not threading.main_thread():
             return job()
         if self._jobs is None:
-            self._jobs = SimpleQueue()
-            weakref.finalize(self, self._jobs.put, None)
-            # Not threading.Thread: its start waits in Python, where a signal handler may raise.
-            _thread.start_new_thread(_work, (self._jobs,))
+            jobs: SimpleQueue[_Job | None] = SimpleQueue()
+            weakref.finalize(self, jobs.put, None)
+            try:
+                # Not threading.Thread: its start waits in Python, where a signal handler may raise.
+                _thread.start_new_thread(_work, (jobs,))
+            except RuntimeError as error:
+                if not needs_thread:
+                    return job()
+                interrupt()
+                raise no_thread("the calls of this rank", error) from error
+            self._jobs = jobs
         outcome: Future[T] = Future()
         self._jobs.put((job, outcome))
         try:
@@ -75,6 +85,11 @@ class Interruptible:
         if self._jobs is not None:
             self._jobs.put(None)
             self._jobs = None
+
+
+def no_thread(whose: str, error: RuntimeError) -> DeviceError:
+    """The error of a thread that did not start."""
+    return DeviceError(f"the thread of {whose} did not start ({error}): allow this process more threads (ulimit -u, pids.max)")
 
 
 def _work(jobs: SimpleQueue[_Job | None]) -> None:

@@ -115,7 +115,9 @@ class EngineTransport(Transport):
         """A call that may wait for other ranks."""
         self._calls.append(name)
         try:
-            self._interruptible(lambda: self.kept.call(name, self._handle, *arguments), self.abort)
+            # The library notifies the others if it cannot connect for want of threads.
+            connects = name == "engine_connect"
+            self._interruptible(lambda: self.kept.call(name, self._handle, *arguments), self.abort, needs_thread=not connects)
         finally:
             self._calls.remove(name)
 

@@ -38,8 +38,8 @@ class _WithPeer(Error):
 
 
 class Disagreement(_WithPeer):
-    """Ranks of a group run different plans. In the first run of a plan and direction this is found before any data moves, and
-    all ranks may continue. In later runs the group has failed; on a device, results that depend on the other rank are then NaN.
+    """Ranks of a group run different plans. If the plan and direction are new to all ranks, this is found before any data moves,
+    and all may continue. Otherwise the group has failed; on a device, results that depend on the other rank are then NaN.
 
     Or they make their calls and PyTorch's collectives in different orders over its communicator (communicator="torch" with
     TORCH_DISTRIBUTED_DEBUG=DETAIL), which is found before the call sends anything.

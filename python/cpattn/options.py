@@ -80,6 +80,12 @@ class AllToAll(enum.IntEnum):
     TO_HEADS, TO_TOKENS = 2, 3
 
 
+class LseBase(enum.IntEnum):
+    """The base of an lse that a run reads or writes: natural logarithms, or logarithms to base 2, as FlashInfer returns them."""
+
+    NATURAL, BASE_2 = range(2)
+
+
 class CombineTo(enum.IntEnum):
     """The rows of a merged result that a rank gets: see `Rank.combine`."""
 

@@ -9,17 +9,17 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from ctypes import byref, c_int32, c_size_t, c_uint8, c_uint64, c_void_p, pointer
 from functools import partial
 from typing import Any, TypeVar
 
 from . import _header, errors
 from .arguments import RANGES, c_array, flag, instance, instances, one_of, refused, whole
-from ._interruptible import ENDING, Interruptible
+from ._interruptible import ENDING, Interruptible, no_thread
 from ._library import call, status_of
 from .engine import EngineTransport
-from .options import CombineTo, Direction, Side
+from .options import CombineTo, Direction, LseBase, Side
 from .plan import Plan
 from .ring import Link
 from .tensors import Array, Given, all_given, whole_numbers
@@ -95,6 +95,7 @@ class Rank:
         page_size: int | None = None,
         page_stride: int | None = None,
         key_indices: Array | None = None,
+        lse_base: LseBase | str = "natural",
     ) -> None:
         """Writes o and lse of this rank's tokens. On a device it returns when the work is enqueued on `stream` (a cudaStream_t; None
         is the default stream).
@@ -114,7 +115,9 @@ class Rank:
         With `key_indices`, int32 [tokens, heads, entries] on the CPU, each of this rank's q tokens attends only to the keys that it lists:
         positions in its document, each at most once, that the mask allows; -1 is none. heads is 1, for lists that all kv heads share, or
         the kv heads. All ranks give the same heads and entries. Rows that no token lists may hold anything. A ring needs
-        circulate_forward="keys" (backward: circulate="keys"). Devices, slices, pages and reproducible plans refuse it."""
+        circulate_forward="keys" (backward: circulate="keys"). Devices, slices, pages and reproducible plans refuse it.
+
+        `lse` is a natural logarithm, or with `lse_base="base_2"` one to base 2, which devices refuse."""
         given = all_given({"o", "lse", "max_logit"}, q=q, k=k, v=v, sinks=sinks, o=o, lse=lse, max_logit=max_logit)
         keys = None
         if block_table is not None:
@@ -125,7 +128,7 @@ class Rank:
             raise errors.InvalidArgument(f"block_table is None, and {lonely[0]}: give both, or none")
         elif key_indices is not None:
             keys = _lists(given, key_indices)
-        self._attend("forward", _header.ForwardArgs, plan, stream, given, dropout_seed, keys)
+        self._attend("forward", _header.ForwardArgs, plan, stream, given, dropout_seed, keys, lse_base)
 
     def backward(
         self,
@@ -146,18 +149,20 @@ class Rank:
         d_lse: Array | None = None,
         dropout_seed: int | None = None,
         key_indices: Array | None = None,
+        lse_base: LseBase | str = "natural",
     ) -> None:
         """Writes dq, dk, dv (and dsinks, summed over all ranks) from d_o and the inputs and outputs of the forward. `d_lse`, [heads,
         tokens], is the gradient of lse, if something was computed from lse too; it is not used where lse is -inf. `dropout_seed` and
-        `key_indices` are those of the forward; rows of k and v that no token lists get gradients 0."""
+        `key_indices` are those of the forward; rows of k and v that no token lists get gradients 0. `lse_base` is that of `lse`, and of
+        the lse that `d_lse` is the gradient of."""
         tensors = dict(q=q, k=k, v=v, sinks=sinks, o=o, lse=lse, d_o=d_o, dq=dq, dk=dk, dv=dv, dsinks=dsinks, d_lse=d_lse)
         given = all_given({"dq", "dk", "dv", "dsinks"}, **tensors)
         keys = None if key_indices is None else _lists(given, key_indices)
-        self._attend("backward", _header.BackwardArgs, plan, stream, given, dropout_seed, keys)
+        self._attend("backward", _header.BackwardArgs, plan, stream, given, dropout_seed, keys, lse_base)
 
-    def _attend(self, name: str, struct: Any, plan: Plan, stream: Any, given: dict[str, Given], seed: int | None, keys: Any) -> None:
+    def _attend(self, name: str, struct: Any, plan: Plan, stream: Any, given: dict[str, Given], seed: int | None, keys: Any, lse_base: LseBase | str) -> None:
         stream, members = _address("stream", stream), {name for name, *_ in struct._fields_}
-        args = struct(stream=stream, **{name: g.pointer for name, g in given.items() if name in members})
+        args = struct(stream=stream, lse_base=one_of("lse_base", lse_base, LseBase), **{name: g.pointer for name, g in given.items() if name in members})
         if seed is not None:
             args.dropout_seed = pointer(c_uint64(whole("dropout_seed", seed, *RANGES[c_uint64])))
         if keys is not None:
@@ -196,6 +201,7 @@ class Rank:
         o: Array,
         lse: Array,
         sinks: Array | None = None,
+        lse_base: LseBase | str = "natural",
     ) -> None:
         """Merges partial results of the same queries over the ring of the plan's mesh: decode context parallelism, where each rank
         has attended to its own part of a cache with any kernel that returns lse. All ranks of the group call it.
@@ -204,10 +210,11 @@ class Rank:
         them without Ulysses), without sinks; `partial_lse`, [own heads, tokens], is -inf in a row without keys. `o` and `lse` get what
         `to` says: "all" rows, the same bits on every rank; "heads", own heads j*H//R to (j+1)*H//R of ring rank j of R; or "tokens",
         likewise. A row without keys on any rank gets o 0 and lse -inf, or the sink's value. On a device value_dim is a multiple of 8, and
-        rows of o begin at multiples of 16 bytes; a graph may hold the call once the same call was made outside of a capture."""
+        rows of o begin at multiples of 16 bytes; a graph may hold the call once the same call was made outside of a capture. With
+        `lse_base="base_2"`, which devices refuse, both lse are to base 2."""
         to, stream = one_of("to", to, CombineTo), _address("stream", stream)
         given = all_given({"o", "lse"}, partial_o=partial_o, partial_lse=partial_lse, sinks=sinks, o=o, lse=lse)
-        args = _header.CombineArgs(stream=stream, **{name: g.pointer for name, g in given.items()})
+        args = _header.CombineArgs(stream=stream, lse_base=one_of("lse_base", lse_base, LseBase), **{name: g.pointer for name, g in given.items()})
         self._run("rank_combine", _handle(plan), to.value, byref(args), keep=given, stream=stream)
 
     def check_ring(self, bytes: int = 4 << 20) -> list[Link]:
@@ -406,7 +413,8 @@ def nccl_transport(
 
 
 def on_all(ranks: Sequence[Rank], job: Callable[[int, Rank], T]) -> list[T]:
-    """Runs job(number, rank) on a thread for each rank, and returns the results. If a job fails, raises its exception."""
+    """Runs job(number, rank) on a thread for each rank, and returns the results. If a job fails, raises its exception. If a thread
+    cannot start, raises DeviceError, and the ranks whose threads have started are aborted."""
 
     def guarded(number: int, rank: Rank) -> T:
         try:
@@ -419,8 +427,16 @@ def on_all(ranks: Sequence[Rank], job: Callable[[int, Rank], T]) -> list[T]:
         raise refused("job", job, "a function of a rank's number and a Rank is needed")
     if not (ranks := instances("ranks", ranks, Rank)):
         raise errors.InvalidArgument("ranks has length 0, at least 1 is needed")
+    futures: list[Future[T]] = []
     with ThreadPoolExecutor(len(ranks)) as pool:
-        futures = [pool.submit(guarded, number, rank) for number, rank in enumerate(ranks)]
+        try:
+            futures.extend(pool.submit(guarded, number, rank) for number, rank in enumerate(ranks))
+        except RuntimeError as error:
+            # The pool has queued the job whose thread did not start.
+            pool.shutdown(wait=False, cancel_futures=True)
+            for rank in ranks:
+                rank.abort()
+            raise no_thread(f"rank {len(futures)}", error) from error
     failed = [error for error in (f.exception() for f in futures) if error]
     # Errors of the other ranks only say that this rank aborted.
     failed.sort(key=lambda error: isinstance(error, errors.PeerError))

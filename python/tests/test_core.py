@@ -268,6 +268,41 @@ class Transports(unittest.TestCase):
                 _interruptible.Interruptible()(lambda: None, lambda: interrupted.append(True))  # noqa: B023
             self.assertEqual(interrupted, [True])
 
+    def test_a_thread_that_cannot_start(self) -> None:
+        from unittest import mock
+
+        from cpattn import _interruptible
+
+        none = RuntimeError("can't start new thread")
+        calls, ended = _interruptible.Interruptible(), mock.Mock()
+        with mock.patch.object(_interruptible._thread, "start_new_thread", side_effect=none):
+            for attempt in (1, 2):
+                with self.assertRaisesRegex(cpattn.DeviceError, "the thread of the calls of this rank did not start"):
+                    calls(lambda: 5, ended)
+                self.assertEqual(ended.call_count, attempt)
+            self.assertEqual(calls(lambda: 5, ended, needs_thread=False), 5)
+        # The limit is lifted.
+        self.assertEqual((calls(lambda: 5, ended), ended.call_count), (5, 2))
+        calls.close()
+
+        # The second of the ranks of `on_all` has no thread: the first one does not wait for it.
+        start, started = threading.Thread.start, []
+
+        def limited(thread: threading.Thread) -> None:
+            if started:
+                raise none
+            started.append(thread)
+            start(thread)
+
+        ranks, began = cpattn.local_group(2), time.monotonic()
+        the_plan = cpattn.Plan([0, 6], HEADS, DIM, world=2, ring=2, ulysses=1)
+        with (
+            mock.patch.object(threading.Thread, "start", limited),
+            self.assertRaisesRegex(cpattn.DeviceError, "the thread of rank 1 did not start"),
+        ):
+            cpattn.on_all(ranks, lambda number, rank: forward(rank, number, the_plan))
+        self.assertLess(time.monotonic() - began, 30.0)
+
     def test_disagreement_is_no_failure(self) -> None:
         mails, ranks = group()
         odd = cpattn.Plan([0, 6, 12], HEADS, DIM, world=WORLD, ring=WORLD, ulysses=1)

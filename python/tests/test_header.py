@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import ast
 import ctypes
+import inspect
+import re
 import shutil
 import subprocess
 import tempfile
@@ -55,6 +58,27 @@ class Header(unittest.TestCase):
         self.assertEqual(got[:-1], want)
         self.assertGreater(len(_header.FUNCTIONS), 60)
 
+    def test_runs_have_the_members_of_the_header(self) -> None:
+        """What a struct of arguments has is a parameter of the call, optional where it may be NULL, and known as written."""
+        text = Path(FOLDER, "cpattn.h").read_text(encoding="utf-8")
+        keys = {"forward": {"block_table", "page_size", "page_stride", "key_indices"}, "backward": {"key_indices"}, "combine": set()}
+        for call, of_keys in keys.items():
+            body = re.search(rf"typedef struct cpattn_{call}_args {{(.*?)^}}", text, flags=re.S | re.M)
+            assert body
+            # A comment stands behind its member, or before it on lines of its own.
+            found = re.findall(r"(?:^  (/\*(?:(?!\*/).)*\*/)\n)?^  const cpattn_tensor \*(\w+); *(/\*(?:(?!\*/).)*\*/)?", body[1], flags=re.S | re.M)
+            comments = {name: (behind or before).removeprefix("/*").strip() for before, name, behind in found}
+            members = {member for member, *_ in STRUCTS[f"cpattn_{call}_args"]._fields_}
+            function = getattr(rank.Rank, call)
+            parameters = {name: p for name, p in inspect.signature(function).parameters.items() if p.kind == p.KEYWORD_ONLY}
+            self.assertEqual(set(parameters), members - {"struct_size", "reserved", "stream", "keys"} | of_keys, call)
+            self.assertTrue(set(comments) <= set(parameters) and all(comments.values()), comments)
+            for name, comment in comments.items():
+                self.assertEqual(parameters[name].default is None, "NULL" in comment, f"{call}: {name}")
+            written = re.search(r"all_given\(\{(.*?)\}", inspect.getsource(function))
+            assert written
+            self.assertEqual(set(ast.literal_eval(f"{{{written[1]}}}")), {name for name, comment in comments.items() if comment.startswith("written")})
+
     def test_constants(self) -> None:
         for prefix, kind in (
             ("", options.Dtype),
@@ -67,6 +91,7 @@ class Header(unittest.TestCase):
             ("", options.Direction),
             ("", options.AllToAll),
             ("COMBINE_TO_", options.CombineTo),
+            ("LSE_", options.LseBase),
             ("ISA_", rank.Isa),
         ):
             for member in kind:

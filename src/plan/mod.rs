@@ -213,6 +213,20 @@ impl Plan {
         }
     }
 
+    /// The plan of a direction over listed keys, if it is not this one: where this plan has chosen by itself to send q
+    /// round the ring, k and v are sent instead. The tokens of ranks are the same.
+    #[cfg(feature = "std")]
+    pub(crate) fn for_listed_keys(&self, direction: Direction) -> Option<Self> {
+        let o = self.options();
+        let options = match direction {
+            Direction::Forward if o.circulate_forward == Circulate::Auto => o.circulate_forward(Circulate::Keys),
+            Direction::Backward if o.circulate == Circulate::Auto => o.circulate(Circulate::Keys),
+            _ => return None,
+        };
+        let chosen = self.mesh().ring > 1 && self.circulates(direction) == CirculatingSide::Queries;
+        chosen.then(|| Self::over(self.problem(), self.mesh(), self.shares().clone(), options))
+    }
+
     /// Whether a forward in which q circulates packs it first: if the option asks for it, or if the automatic choice
     /// sends q, which may then have any strides because the caller did not ask for it.
     pub(crate) fn packs_forward_queries(&self) -> bool {

@@ -45,6 +45,8 @@ pub struct Problem {
     /// Sinks of each head; 0 for none.
     pub(crate) sinks: usize,
     pub(crate) dropout: Option<f64>,
+    /// Whether a probability was given, 0 included: runs may then have a seed.
+    takes_seed: bool,
     pub(crate) kind: AttentionKind,
 }
 
@@ -73,6 +75,7 @@ impl Problem {
             alibi_per_document: false,
             sinks: 0,
             dropout: None,
+            takes_seed: false,
             kind: AttentionKind::Softmax,
         }
     }
@@ -161,11 +164,13 @@ impl Problem {
     /// the batch, the q head and a seed ([`DropoutMask`](crate::call::DropoutMask)), so they are the same on every
     /// mesh. The seed is given with each run, the same on all ranks of the group, and the backward gets that of its
     /// forward. A program that executes a schedule itself gives both to its kernels
-    /// ([`Dropout`](crate::call::Dropout)). From 0, which is no dropout, up to but not including 1. A run that is
+    /// ([`Dropout`](crate::call::Dropout)). From 0, which drops nothing and takes a seed or none, up to but not
+    /// including 1. A run that is
     /// captured into a CUDA graph is refused: its replays would drop the same pairs.
     #[must_use]
     pub fn with_dropout(mut self, probability: f64) -> Self {
         self.dropout = (probability != 0.0).then_some(probability);
+        self.takes_seed = true;
         self
     }
 
@@ -240,6 +245,12 @@ impl Problem {
     /// The probability with which a pair is dropped, if any is.
     pub fn dropout(&self) -> Option<f64> {
         self.dropout
+    }
+
+    /// Whether its runs may have a seed.
+    #[cfg(feature = "std")]
+    pub(crate) fn takes_seed(&self) -> bool {
+        self.takes_seed
     }
 
     /// The kind of attention.

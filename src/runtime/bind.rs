@@ -3,7 +3,10 @@
 
 use std::{format, vec::Vec};
 
-use super::keys::{Keys, RawKeyIndices, RawKeys, RawPages};
+use super::{
+    keys::{Keys, RawKeyIndices, RawKeys, RawPages},
+    lse_base::LseBase,
+};
 use crate::{
     call::{RawStream, RawTensor},
     element::Dtype,
@@ -36,6 +39,7 @@ pub struct Bindings {
     tensors: [RawTensor; PLACES],
     dropout_seed: Option<u64>,
     pub(super) keys: RawKeys,
+    pub(super) lse_base: LseBase,
     pub(super) stream: RawStream,
 }
 
@@ -62,7 +66,13 @@ pub(super) const fn place_of(tensor: TensorId) -> usize {
 impl Default for Bindings {
     fn default() -> Self {
         let tensors = [RawTensor::NONE; PLACES];
-        Self { tensors, dropout_seed: None, keys: RawKeys::All, stream: core::ptr::null_mut() }
+        Self {
+            tensors,
+            dropout_seed: None,
+            keys: RawKeys::All,
+            lse_base: LseBase::Natural,
+            stream: core::ptr::null_mut(),
+        }
     }
 }
 
@@ -110,6 +120,13 @@ impl Bindings {
         self
     }
 
+    /// Sets the base of lse, of its gradient and of partial_lse.
+    #[must_use]
+    pub fn with_lse_base(mut self, base: LseBase) -> Self {
+        self.lse_base = base;
+        self
+    }
+
     /// Sets the stream of runs with these tensors on a device; otherwise they are in the order of the legacy default
     /// stream.
     #[must_use]
@@ -134,13 +151,14 @@ impl Bindings {
         }
     }
 
-    /// What a run with these tensors has by its keys.
-    pub(super) fn key_trait(&self) -> Option<RunTrait> {
-        match self.keys {
+    /// What a run with these tensors has by its call.
+    pub(super) fn traits(&self) -> [Option<RunTrait>; 2] {
+        let keys = match self.keys {
             RawKeys::All => None,
             RawKeys::Pages(_) => Some(RunTrait::Pages),
             RawKeys::Listed(_) => Some(RunTrait::KeyIndices),
-        }
+        };
+        [keys, (self.lse_base == LseBase::Two).then_some(RunTrait::LseBaseTwo)]
     }
 
     /// The shape that a tensor must have: k and v in pages may have any number of rows.
@@ -229,6 +247,8 @@ pub(super) struct ExpectedTensors {
     sent: Vec<TensorId>,
     /// Whether the run has dropout.
     dropout: bool,
+    /// Whether it may have a seed: with a probability of 0 too.
+    takes_seed: bool,
 }
 
 impl ExpectedTensors {
@@ -239,8 +259,10 @@ impl ExpectedTensors {
             Purpose::AllToAll(_) => std::vec![TensorId::OwnHeads],
             Purpose::Combine(_) => Vec::new(),
         };
-        let dropout = matches!(run, Purpose::Attention(_)) && plan.problem().dropout().is_some();
-        Self { run, forms: TensorId::ALL.map(|t| run.form(plan, schedule.rank, t)), sent, dropout }
+        let attention = matches!(run, Purpose::Attention(_));
+        let dropout = attention && plan.problem().dropout().is_some();
+        let takes_seed = attention && plan.problem().takes_seed();
+        Self { run, forms: TensorId::ALL.map(|t| run.form(plan, schedule.rank, t)), sent, dropout, takes_seed }
     }
 
     /// A seed if there is dropout, and none otherwise.
@@ -252,7 +274,7 @@ impl ExpectedTensors {
                 "a number for this layer and step, the same on all ranks",
             )
             .hint("the problem of the plan has dropout; without, plan a problem that has none")),
-            Some(seed) if !self.dropout => {
+            Some(seed) if !self.takes_seed => {
                 Err(Error::invalid("dropout_seed", seed, "none, since the problem has no dropout")
                     .hint("plan a problem that has dropout"))
             }

@@ -7,6 +7,7 @@
 use core::marker::PhantomData;
 
 use super::{
+    lse_base::LseBase,
     operands::{InputTensor, OutputTensor},
     rank::Rank,
     tensors::TypedTensors,
@@ -51,6 +52,13 @@ impl<'a, T: Element> CombineTensors<'a, T> {
     #[must_use]
     pub fn sinks(mut self, sinks: impl InputTensor<'a, Element = f32>) -> Self {
         self.tensors = self.tensors.with(TensorId::Sinks, sinks);
+        self
+    }
+
+    /// The base of partial_lse and of lse: natural, unless it is given. Each rank by itself.
+    #[must_use]
+    pub fn lse_base(mut self, base: LseBase) -> Self {
+        self.tensors.bindings = self.tensors.bindings.with_lse_base(base);
         self
     }
 

@@ -17,6 +17,7 @@ use super::{
     key_lists::{self, RankLists},
     keys::RawKeys,
     lanes::LaneThreads,
+    natural_lse::{self, NaturalLse},
     ops::BufferAddresses,
     prepared::{Entry, PlanCache, Prepared},
     ring,
@@ -47,6 +48,7 @@ pub(super) struct HostRank {
     failure: FirstFailure,
     found_rows: FoundRows,
     lists: RankLists,
+    natural_lse: NaturalLse,
 }
 
 impl Entry for Prepared {
@@ -68,6 +70,7 @@ impl HostRank {
             failure: FirstFailure::default(),
             found_rows: FoundRows::default(),
             lists: RankLists::default(),
+            natural_lse: NaturalLse::default(),
         }
     }
 
@@ -181,7 +184,13 @@ impl Backend for HostRank {
     unsafe fn run(&mut self, plan: &Plan, run: Purpose, tensors: &Bindings) -> Result<()> {
         no_stream(tensors.stream)?;
         self.lanes.check_process()?;
-        refuse_clashes(plan, run, &[tensors.key_trait()])?;
+        refuse_clashes(plan, run, &tensors.traits())?;
+        // The lists stay with their tokens, so k and v come to them wherever the plan leaves the choice to itself.
+        let listed = match (tensors.key_indices(), run) {
+            (Some(_), Purpose::Attention(direction)) => plan.for_listed_keys(direction),
+            _ => None,
+        };
+        let plan = listed.as_ref().unwrap_or(plan);
         let at = self.find_or_prepare(plan, run)?;
         if tensors.pages().is_some() {
             check_supported(&self.prepared[at].schedule)?;
@@ -217,9 +226,11 @@ impl Backend for HostRank {
             prepared.communication.begin(fingerprint);
             prepared.communication.tags.begin(fingerprint, run, prepared.dropout_seed, prepared.key_indices);
         }
-        let (memory, run_name) = (BufferAddresses { tensors: *tensors, workspace }, prepared.communication.run());
+        // SAFETY: the caller's tensors fit the plan (checked above) and are valid (the contract of this function).
+        let natural = unsafe { self.natural_lse.read(run, tensors) };
+        let (memory, run_name) = (BufferAddresses { tensors: natural, workspace }, prepared.communication.run());
         let transport = &*self.transport;
-        let outcome = abort_on_unwind(transport, &self.failure, || {
+        let outcome: Result<()> = abort_on_unwind(transport, &self.failure, || {
             let keys = match tensors.keys {
                 RawKeys::Listed(given) => {
                     // SAFETY: the lists are valid (promised to `Bindings::with_keys`), and were checked above.
@@ -227,7 +238,7 @@ impl Backend for HostRank {
                     let exchanged = exchanged.map_err(|error| error.described(|| prepared.describe()));
                     watched(transport, &self.failure, || exchanged)?;
                     // SAFETY: the lists are valid (promised to `Bindings::with_keys`).
-                    let (lists, scratch) = unsafe { self.lists.of_calls(plan, given) };
+                    let (lists, scratch) = unsafe { self.lists.of_calls(plan, transport.rank(), given) };
                     KeyRows::Listed(lists, scratch)
                 }
                 RawKeys::Pages(_) => KeyRows::Paged(self.found_rows.rows()),
@@ -235,7 +246,11 @@ impl Backend for HostRank {
             };
             // SAFETY: the caller's tensors fit the plan (checked above), are valid and used by nothing else during the
             // call (the contract of this function); the workspace is as large as the schedule needs (`work_at`).
-            unsafe { host::run(&mut self.lanes, transport, prepared, &memory, keys, &mut self.scratch) }
+            unsafe {
+                host::run(&mut self.lanes, transport, prepared, &memory, keys, &mut self.scratch)?;
+                natural_lse::write(run, tensors);
+            }
+            Ok(())
         });
         outcome
             .map_err(|error| error.of_run(prepared.run.name(&prepared.plan)).described(|| prepared.describe()))

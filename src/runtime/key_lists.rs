@@ -40,9 +40,6 @@ impl RankLists {
             let expected = format!("1, for all kv heads, or {}, the kv heads of the plan", p.kv_heads());
             return Err(Error::invalid("key_indices.heads", heads, expected));
         }
-        if entries == 0 {
-            return Err(Error::invalid("key_indices.entries", 0, "at least 1; -1 stands for no key"));
-        }
         let tokens = plan.local_tokens(Side::Q, rank).len();
         if tokens.checked_mul(heads).and_then(|lists| lists.checked_mul(entries)) != Some(given.len) {
             let expected =
@@ -139,8 +136,19 @@ impl RankLists {
     ///
     /// # Safety
     /// The lists are valid for reads.
-    pub(super) unsafe fn of_calls(&mut self, plan: &Plan, given: RawKeyIndices) -> (KeyLists<'_>, &mut ListScratch) {
+    pub(super) unsafe fn of_calls(
+        &mut self,
+        plan: &Plan,
+        rank: usize,
+        given: RawKeyIndices,
+    ) -> (KeyLists<'_>, &mut ListScratch) {
         let [heads, entries] = given.shape();
+        if entries == 0 {
+            // Lists without entries are lists of no key.
+            self.of_share.clear();
+            self.of_share.resize(plan.tokens_between_all_to_alls(Side::Q, rank) * heads, -1);
+            return (KeyLists { positions: &self.of_share, heads, entries: 1 }, &mut self.scratch);
+        }
         // SAFETY: valid for reads (the contract).
         let positions = if plan.mesh().ulysses == 1 { unsafe { given.all() } } else { &self.of_share };
         (KeyLists { positions, heads, entries }, &mut self.scratch)
@@ -166,6 +174,7 @@ fn expected(doc: usize, keys: usize, limits: Option<(i64, Score)>) -> String {
 
 /// Refuses runs whose calls have other q rows than the rank's.
 pub(super) fn check_supported(run: Purpose, plan: &Plan, schedule: &Schedule) -> Result<()> {
+    // The automatic choice is of no matter here: `Plan::for_listed_keys`.
     let (side, way_out) = match run {
         Purpose::Attention(Direction::Backward) => (plan.circulates(Direction::Backward), "plan with circulate keys"),
         _ => (plan.circulates(Direction::Forward), "plan with circulate_forward keys"),

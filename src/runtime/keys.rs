@@ -88,9 +88,10 @@ pub enum Keys<'a> {
     /// ```
     ///
     /// Refused: lists of another shape; a key that is not in the token's document or that the mask does not allow, or
-    /// that a list has twice; batches with slices, plans that are reproducible, a ring whose q circulates (plan with
-    /// [`circulate_forward`](crate::Options::circulate_forward) keys, and [`circulate`](crate::Options::circulate) for
-    /// a backward), and a rank on a device.
+    /// that a list has twice; batches with slices, plans that are reproducible, plans that were made to circulate
+    /// queries ([`circulate_forward`](crate::Options::circulate_forward), and
+    /// [`circulate`](crate::Options::circulate) for a backward), and a rank on a device. Where a plan may choose the
+    /// side, k and v circulate.
     Listed(KeyIndices<'a>),
 }
 
@@ -149,7 +150,7 @@ pub struct KeyIndices<'a> {
     pub indices: &'a [i32],
     /// 1 for lists that all kv heads share, or the problem's kv heads.
     pub heads: usize,
-    /// Entries of a list. All ranks have the same number.
+    /// Entries of a list; 0 for lists of no key. All ranks have the same number.
     pub entries: usize,
 }
 

@@ -8,6 +8,7 @@
 //! communication lane is a thread of the rank; on a device both lanes are streams.
 //!
 //! - `rank`: the rank; `tensors`: its typed calls, of the views that `operands` lists; `keys`: the keys of such a call;
+//!   `lse_base` and `natural_lse`: the base of its lse;
 //!   `combine` and `all_to_all`: these runs as calls; `rank_workspace`: its memory as a caller sees it; `handle`: the
 //!   calls that other threads may make;
 //! - `bind`: checks the caller's tensors; `found_rows` and `key_lists`: the tables of pages and the lists of keys;
@@ -42,6 +43,8 @@ mod lanes;
 #[cfg(cpattn_loom)]
 #[allow(missing_debug_implementations, reason = "public for the models of .ci/loom alone")]
 pub mod lanes;
+mod lse_base;
+mod natural_lse;
 mod operands;
 mod ops;
 mod prepared;
@@ -60,6 +63,7 @@ pub use bind::Bindings;
 pub use combine::CombineTensors;
 pub use handle::AbortHandle;
 pub use keys::{BlockTable, KeyIndices, Keys, Pages};
+pub use lse_base::LseBase;
 pub use operands::{InputTensor, OutputTensor};
 pub use rank_workspace::RankWorkspace;
 pub use shift::{ShiftedRows, SliceRows};

@@ -9,6 +9,7 @@ use core::marker::PhantomData;
 use super::{
     bind::Bindings,
     keys::Keys,
+    lse_base::LseBase,
     operands::{InputTensor, Operand, OutputTensor},
     rank::Rank,
 };
@@ -92,6 +93,13 @@ impl<'a, T: Element> Forward<'a, T> {
         self
     }
 
+    /// The base of lse: natural, unless it is given. Each rank by itself.
+    #[must_use]
+    pub fn lse_base(mut self, base: LseBase) -> Self {
+        self.tensors.bindings = self.tensors.bindings.with_lse_base(base);
+        self
+    }
+
     /// On a device, the stream in whose order the run is enqueued, instead of the legacy default stream: see
     /// [`Rank::run`].
     ///
@@ -163,6 +171,13 @@ impl<'a, T: Element> Backward<'a, T> {
     #[must_use]
     pub fn keys(mut self, keys: Keys<'a>) -> Self {
         self.tensors.bindings = self.tensors.bindings.with_keys(keys);
+        self
+    }
+
+    /// The base of lse and of its gradient, as the forward wrote it: natural, unless it is given.
+    #[must_use]
+    pub fn lse_base(mut self, base: LseBase) -> Self {
+        self.tensors.bindings = self.tensors.bindings.with_lse_base(base);
         self
     }
 

@@ -30,6 +30,7 @@ mod join;
 mod ops;
 mod purpose;
 pub(crate) mod ring_steps;
+#[cfg(feature = "std")]
 pub(crate) mod run_trait;
 #[cfg(test)]
 mod slice_tests;

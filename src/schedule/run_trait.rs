@@ -39,13 +39,15 @@ pub(crate) enum RunTrait {
     Pages,
     /// Each token lists its keys.
     KeyIndices,
+    /// lse is to base 2.
+    LseBaseTwo,
 }
 
 /// The pairs that do not go together, each with the limit and the way out. The second of a pair is what the first is
 /// refused in.
-pub(crate) const CLASHES: [(RunTrait, RunTrait, &str, &str); 12] = {
-    use RunTrait::SlopesOfDocuments;
+pub(crate) const CLASHES: [(RunTrait, RunTrait, &str, &str); 14] = {
     use RunTrait::{AllToAll, Backward, Capture, Combine, Device, Dropout, KeyIndices, Pages, Reproducible, Slices};
+    use RunTrait::{LseBaseTwo, SlopesOfDocuments};
     const NO_KEYS: &str = "it has no keys";
     [
         (Pages, AllToAll, NO_KEYS, "leave pages out"),
@@ -84,6 +86,13 @@ pub(crate) const CLASHES: [(RunTrait, RunTrait, &str, &str); 12] = {
             "a row that is found through a table does not say the place of its token",
             "plan without dropout, or gather the pages into k and v",
         ),
+        (LseBaseTwo, AllToAll, "it has no lse", "leave lse_base out"),
+        (
+            LseBaseTwo,
+            Device,
+            "the CUDA kernels read and write natural logarithms",
+            "leave lse_base out, and multiply lse on the device: by log2(e) after a forward, by ln(2) before a backward",
+        ),
         (
             Dropout,
             Capture,
@@ -106,7 +115,7 @@ impl RunTrait {
             Self::Slices => attention && p.batch().slices().is_some(),
             Self::SlopesOfDocuments => attention && p.alibi_rows() > 1,
             Self::Dropout => attention && p.dropout().is_some(),
-            Self::Device | Self::Capture | Self::Pages | Self::KeyIndices => false,
+            Self::Device | Self::Capture | Self::Pages | Self::KeyIndices | Self::LseBaseTwo => false,
         }
     }
 
@@ -124,6 +133,7 @@ impl RunTrait {
             Self::Dropout => format!("dropout {}", plan.problem().dropout().unwrap_or(0.0)),
             Self::Pages => "pages".into(),
             Self::KeyIndices => "key_indices".into(),
+            Self::LseBaseTwo => "lse_base 2".into(),
         }
     }
 
@@ -141,6 +151,7 @@ impl RunTrait {
             Self::Dropout => "with dropout",
             Self::Pages => "with pages",
             Self::KeyIndices => "with key_indices",
+            Self::LseBaseTwo => "with lse_base 2",
         }
     }
 }
@@ -149,7 +160,6 @@ impl RunTrait {
 ///
 /// # Errors
 /// [`Error::Unsupported`], which names both.
-#[cfg_attr(not(feature = "std"), expect(dead_code, reason = "runs need std"))]
 pub(crate) fn refuse_clashes(plan: &Plan, run: Purpose, has: &[Option<RunTrait>]) -> Result<()> {
     let has = |x: RunTrait| has.contains(&Some(x)) || x.is_of(plan, run);
     match CLASHES.iter().find(|(option, mode, ..)| has(*option) && has(*mode)) {

@@ -2,7 +2,7 @@
 //! The caller's tensors: one table with name, side, axes, dim and type of each, the direction that reads or writes it,
 //! and its place in the C structs of both directions. All code uses this table, except the verifier, which has its own
 //! on purpose: runs check tensors by it, the C interface reads its structs by it, and tests compare the header with it.
-//! What does not go together with what is in [`run_trait`](super::run_trait).
+//! What does not go together with what is in `run_trait`.
 
 use super::Direction;
 use crate::{

@@ -328,6 +328,8 @@ fn typed_views() {
         rank.all_to_all(&plan).to_heads(Side::Q, view, to),
         &["from is the CPU, expected CUDA device 0, where the rank is"],
     );
+    let to_base_2 = forward(here).lse_base(cpattn::runtime::LseBase::Two);
+    refused(rank.forward(&plan, to_base_2), &["lse_base 2 on a device is not supported", "multiply lse on the device"]);
     // A rank on the CPU takes neither a stream nor tensors of a device.
     let mut cpu = Rank::new(cpattn::transport::local::group(1, Duration::from_secs(9)).unwrap().remove(0));
     assert_eq!((cpu.device(), cpu.synchronize()), (Device::Cpu, Ok(())));

@@ -6,9 +6,9 @@
 //! does, by the error rule: RMS error at most 1.1 times as large.
 
 use crate::harness::*;
-use cpattn::call::{Attend, Band, HeadMap, Mode, Pair, QRange, Range, Ranges, RawTensor, Score};
+use cpattn::call::{Attend, AttendBackward, Band, HeadMap, Mode, Pair, QRange, Range, Ranges, RawTensor, Score};
 use cpattn::kernel::cpu::{self, Scratch};
-use cpattn::kernel::reference::Attention;
+use cpattn::kernel::reference::{Attention, Gradient, Output};
 use cpattn::{Dtype, Element};
 
 const ROWS: usize = 96;
@@ -36,11 +36,18 @@ impl<A: Element> Inputs<A> {
     }
 
     fn reference(&self, score: Score) -> (Vec<f64>, Vec<f64>) {
+        let (out, _) = self.gradients(score, &[]);
+        (out.o, out.lse)
+    }
+
+    /// The result, and the gradients for a do, if there is one.
+    fn gradients(&self, score: Score, d_o: &[f64]) -> (Output, Option<Gradient>) {
         let wide = |x: &[A]| x.iter().map(|x| x.to_f64()).collect::<Vec<_>>();
-        let out = Attention {
-            q: &wide(&self.q),
-            k: &wide(&self.k),
-            v: &wide(&self.v),
+        let (q, k, v) = (wide(&self.q), wide(&self.k), wide(&self.v));
+        let attention = Attention {
+            q: &q,
+            k: &k,
+            v: &v,
             cu_seqlens_q: &[0, ROWS as i32],
             cu_seqlens_k: &[0, KEYS as i32],
             q_start: &[0],
@@ -52,9 +59,10 @@ impl<A: Element> Inputs<A> {
             alibi_slopes: None,
             sinks: None,
             dropout: None,
-        }
-        .forward();
-        (out.o, out.lse)
+        };
+        let out = attention.forward();
+        let gradient = (!d_o.is_empty()).then(|| attention.backward(d_o, &out));
+        (out, gradient)
     }
 }
 
@@ -183,4 +191,57 @@ fn one_word_is_taken_too() {
     let mut rms = Rms::default();
     rms.add(&o.iter().map(|&x| x.into()).collect::<Vec<_>>(), &expected);
     rms.assert_below(2e-6, 0.0, "o");
+}
+
+/// The backward gets lse in one word, and so its weights err by what that word lost: by `|lse| · 2⁻²⁴` in f32, and as
+/// much again by the scores, which it computes a second time. `docs/cpu.md` has the figures that this prints.
+#[test]
+fn gradients_err_as_the_lse_is_rounded() {
+    let score = Score { scale: 1.0, ..score(DIM, UNLIMITED, UNLIMITED) };
+    let mut random = Random::new(5);
+    let mut d_o: Vec<f32> = (0..ROWS * DIM).map(|_| random.normal() as f32).collect();
+    let wide = |x: &[f32]| x.iter().map(|&x| f64::from(x)).collect::<Vec<f64>>();
+    for shift in [0.0, 1e2, 1e3, 1e4, 1e5, 1e6] {
+        let mut inputs = Inputs::<f32>::new(shift);
+        let (_, expected) = inputs.gradients(score, &wide(&d_o));
+        let expected = expected.unwrap();
+        let (o, lse) = results(&mut inputs, score, Way::Once);
+        let dot = |(a, b): (&[f32], &[f64])| a.iter().zip(b).map(|(&a, b)| f64::from(a) * b).sum::<f64>() as f32;
+        let mut delta: Vec<f32> = d_o.chunks(DIM).zip(o.chunks(DIM)).map(dot).collect();
+        let mut lse: Vec<f32> = lse.iter().map(|&x| x as f32).collect();
+        let mut sums = [ROWS, KEYS, KEYS].map(|n| vec![f32::NAN; n * DIM]);
+        let [dq, dk, dv] = sums.each_mut().map(|x| raw(x, DIM));
+        let rows = [QRange {
+            range: Range::plain(0, ROWS as u32, 0, 0),
+            document: [0; 2],
+            keys_begin: 0,
+            keys_end: 1,
+            mode: Mode::Only,
+        }];
+        let keys = [Range::plain(0, KEYS as u32, 0, 0)];
+        let call = AttendBackward {
+            lse: raw(&mut lse, 1),
+            delta: raw(&mut delta, 1),
+            dq,
+            dk,
+            dv,
+            ..AttendBackward::new(
+                [raw(&mut inputs.q, DIM), raw(&mut inputs.k, DIM), raw(&mut inputs.v, DIM), raw(&mut d_o, DIM)],
+                HeadMap { q_offset: 0, kv_offset: 0, group: 1 },
+                score,
+                Ranges { q: &rows, k: &keys, pairs: &[Pair { k: 0, band: 0 }], bands: &[Band::WHOLE] },
+            )
+        };
+        let mut scratch = Scratch::new(1);
+        scratch.reserve(Dtype::F32, DIM as u32, DIM as u32);
+        // SAFETY: the tensors are the vectors above, alive and used by no other code.
+        unsafe { cpu::attend_backward(&call, &mut scratch) }.unwrap();
+        let mut rms = Rms::default();
+        rms.add(&wide(&sums[2]), &expected.dv);
+        let (found, unit) = (rms.relative(0.0), Dtype::F32.unit_roundoff());
+        println!("|lse| {shift:e}: dv off by {found:.1e}, {:.2} times |lse| · 2^-24", found / unit / shift.max(1.0));
+        let bound = unit * (16.0 + shift);
+        assert!(found <= bound, "{shift}: error {found:e}, bound {bound:e}");
+        assert!(shift < 1e3 || found >= bound / 20.0, "{shift}: error {found:e}: better than docs/cpu.md says");
+    }
 }

@@ -155,7 +155,11 @@ fn refusals() {
     let mut rank = Rank::new(local::group(1, Duration::from_secs(9)).unwrap().remove(0));
     for (p, seed, words) in [
         (p.clone(), None, "dropout_seed is not given, expected a number for this layer and step"),
-        (p.with_dropout(0.0), Some(7), "dropout_seed is 7, expected none, since the problem has no dropout"),
+        (
+            Problem::new(p.batch().clone(), p.heads(), p.kv_heads(), p.head_dim(), p.dtype()),
+            Some(7),
+            "dropout_seed is 7, expected none, since the problem has no dropout",
+        ),
     ] {
         let plan = Plan::new(&p, mesh(1, 1), Layout::Contiguous).unwrap();
         let mut own = own::Own::new(&plan, &Data::<f32>::random(&p, 5), 0, own::compact);
@@ -168,5 +172,15 @@ fn refusals() {
         let refused = own.backward(&mut rank, &plan).unwrap_err().to_string();
         assert!(refused.contains(words), "{refused}");
     }
+    // A probability of 0 drops nothing, and takes a seed or none: that of a layer may grow from 0.
+    let plan = Plan::new(&p.with_dropout(0.0), mesh(1, 1), Layout::Contiguous).unwrap();
+    let mut own = own::Own::new(&plan, &Data::<f32>::random(plan.problem(), 5), 0, own::compact);
+    let [with, without] = [Some(7), None].map(|seed| {
+        own.dropout_seed = seed;
+        own.forward(&mut rank, &plan).unwrap();
+        own.backward(&mut rank, &plan).unwrap();
+        [own.o.bytes(), own.dq.bytes(), own.dk.bytes()]
+    });
+    assert!(with == without);
     assert!(DropoutMask::new(0.3, 0).unwrap().with_seed(9) == DropoutMask::new(0.3, 9).unwrap());
 }

@@ -1,39 +1,16 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! A process that may start no more threads: each call that needs one says so, the ranks of other threads are told at
 //! once, and all is well when the limit is lifted.
-//!
-//! The limit counts the threads of a user, and does not bind root: a child of the test becomes another user first.
 
-use crate::forked::{WORKERS, forward, group, in_a_child, one, plan};
+use crate::child::{in_a_child, limit};
+use crate::forked::{WORKERS, forward, group, one, plan};
 use cpattn::{Cause, Error, Fault, Rank, schedule::Direction, transport::local};
 use std::{
-    sync::{Barrier, Mutex},
+    sync::Barrier,
     time::{Duration, Instant},
 };
 
 const FAR: Duration = Duration::from_secs(50);
-
-/// Sets how many threads this user may have, in this process.
-fn limit(threads: Option<u64>) {
-    static ALL: Mutex<Option<libc::rlimit>> = Mutex::new(None);
-    let mut all = ALL.lock().unwrap();
-    let mut now = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
-    // SAFETY: a place for the limits; the user `nobody`, of this process alone.
-    unsafe {
-        assert_eq!(libc::getrlimit(libc::RLIMIT_NPROC, &raw mut now), 0);
-        if libc::geteuid() == 0 {
-            // The hard limit must allow what the user has later.
-            let free = libc::rlimit { rlim_cur: libc::RLIM_INFINITY, rlim_max: libc::RLIM_INFINITY };
-            libc::setrlimit(libc::RLIMIT_NPROC, &raw const free);
-            assert_eq!(libc::setresuid(65_534, 65_534, 65_534), 0);
-            assert_eq!(libc::getrlimit(libc::RLIMIT_NPROC, &raw mut now), 0);
-        }
-    }
-    let all = all.get_or_insert(now);
-    let wanted = libc::rlimit { rlim_cur: threads.unwrap_or(all.rlim_cur), ..*all };
-    // SAFETY: limits of this process.
-    assert_eq!(unsafe { libc::setrlimit(libc::RLIMIT_NPROC, &raw const wanted) }, 0);
-}
 
 #[track_caller]
 fn is_of_a_thread(error: &Error) {

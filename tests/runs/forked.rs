@@ -2,8 +2,8 @@
 //! A process that was forked from one that has run plans: ranks of its parent are refused, also at their end nothing
 //! waits for them, new ranks and the workers of calls are as in any other process, and the parent goes on.
 
+use crate::child::in_a_child;
 use cpattn::{Batch, Dtype, Forward, Layout, Mesh, Plan, Problem, Rank, Result, Side, View, ViewMut, transport::local};
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Duration;
 
 const HEADS: usize = 4;
@@ -41,26 +41,6 @@ pub fn forward(ranks: &mut [Rank]) -> Result<Vec<Vec<f32>>> {
         let threads: Vec<_> = ranks.iter_mut().map(|rank| scope.spawn(|| one(rank))).collect();
         threads.into_iter().map(|thread| thread.join().unwrap()).collect()
     })
-}
-
-/// Runs `job` in a child of this process; whatever waits without end there is ended after a minute.
-pub fn in_a_child(job: impl FnOnce()) -> i32 {
-    // SAFETY: the child runs code of this test alone, and ends without unwinding into the harness.
-    match unsafe { libc::fork() } {
-        0 => {
-            // SAFETY: ends the child.
-            unsafe { libc::alarm(60) };
-            let panicked = catch_unwind(AssertUnwindSafe(job)).is_err();
-            // SAFETY: ends the child, without what the parent's harness would do at its end.
-            unsafe { libc::_exit(i32::from(panicked)) }
-        }
-        child => {
-            let mut status = 0;
-            // SAFETY: a child of this process, and a place for its status.
-            assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
-            status
-        }
-    }
 }
 
 #[test]

@@ -4,12 +4,13 @@
 //!
 //! - `tensor`: views of memory; `plan_refusals`, `refusals`: bad input of plans and of runs;
 //! - `context_parallel`, `nodes`, `drawn`, `accuracy`, `options`, `padding`, `ulysses`: results against the reference;
-//!   `executor`, `poison`: against other runs; `forked`: in a forked process;
-//! - `agreement`: ranks that do not run the same; `failed_transport`: one that is not used again; `between_runs`: what
-//!   ranks do together besides runs;
+//!   `executor`, `poison`: against other runs; `forked`: in a forked process; `few_threads`: where no more
+//!   threads may start;
+//! - `agreement`, `new_plan`: ranks that do not run the same; `failed_transport`: one that is not used again;
+//!   `between_runs`: what ranks do together besides runs;
 //! - `combine`: partial results merged over the ring; `paged`: k and v in pages; `listed`: keys that each token lists;
-//! - `d_lse`, `max_logit`, `dropout`, `slopes`: the gradient of lse, the largest scores, dropout by token, ALiBi slopes
-//!   of each document;
+//! - `d_lse`, `lse_base`, `max_logit`, `dropout`, `slopes`: the gradient of lse, its base, the largest scores, dropout
+//!   by token, ALiBi slopes of each document;
 //! - `distribution`: plans with the tokens of another plan;
 //! - `slices`: masks made of slices, drawn and by name;
 //! - `few_tokens`: small enough for Miri; `serving`: tokens generated from a cache that is spread over ranks.
@@ -20,6 +21,9 @@ mod agreement;
 mod between_runs;
 #[path = "../common/cache.rs"]
 mod cache;
+#[cfg(all(unix, not(miri)))]
+#[path = "../common/child.rs"]
+mod child;
 mod combine;
 #[path = "../common/mod.rs"]
 mod common;
@@ -35,7 +39,9 @@ mod few_threads;
 mod few_tokens;
 #[cfg(all(unix, not(miri)))]
 mod forked;
+mod huge_scores;
 mod listed;
+mod lse_base;
 mod max_logit;
 mod new_plan;
 mod nodes;

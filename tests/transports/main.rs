@@ -6,6 +6,9 @@
 //! - `rules`: transports of the caller that break the rules; `ring_check`: the check of all links.
 #![cfg(feature = "std")]
 
+#[cfg(all(target_os = "linux", not(miri)))]
+#[path = "../common/child.rs"]
+mod child;
 mod engine;
 mod fault;
 mod local;

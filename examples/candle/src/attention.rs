@@ -83,7 +83,15 @@ impl CustomOp3 for Attention {
         let [q_view, k_view, v_view, o_view, d_o_view] = views[..] else { bail!("five tensors have five views") };
         let lse = self.lse.lock().unwrap_or_else(PoisonError::into_inner);
         let [mut dq, mut dk, mut dv] = [q, k, v].map(|of| vec![0.0; of.elem_count()]);
-        let call = Backward::new(q_view, k_view, v_view, o_view, View::head_major(&lse, q_view.tokens(), q_view.heads()).map_err(Error::wrap)?, d_o_view, [out(&mut dq, q_view.shape())?, out(&mut dk, k_view.shape())?, out(&mut dv, v_view.shape())?]);
+        let call = Backward::new(
+            q_view,
+            k_view,
+            v_view,
+            o_view,
+            View::head_major(&lse, q_view.tokens(), q_view.heads()).map_err(Error::wrap)?,
+            d_o_view,
+            [out(&mut dq, q_view.shape())?, out(&mut dk, k_view.shape())?, out(&mut dv, v_view.shape())?],
+        );
         self.rank.lock().unwrap_or_else(PoisonError::into_inner).backward(&self.plan, call).map_err(Error::wrap)?;
         let tensor = |data, like: &Tensor| Tensor::from_vec(data, like.shape(), &Device::Cpu).map(Some);
         Ok((tensor(dq, q)?, tensor(dk, k)?, tensor(dv, v)?))

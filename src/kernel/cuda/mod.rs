@@ -14,6 +14,9 @@
 //! ([`tensor::disjoint`](crate::tensor::disjoint) checks that), and that memory is as large as the shape and strides
 //! say.
 //!
+//! Scores are limited: from about 2³¹ on (2²⁸ in f16), as logarithms to the base 2, the rounding of a row's largest
+//! score makes its weights overflow, and o is NaN. The CPU kernels have no such limit.
+//!
 //! A [`RawStream`] is a `CUstream` or `cudaStream_t` of any binding, cast; null is the legacy
 //! default stream. Memory may come from any allocator; [`Cuda::allocate`] is for programs that have none.
 //!

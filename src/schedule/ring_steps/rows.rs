@@ -8,7 +8,9 @@ use alloc::vec::Vec;
 
 use super::{Hop, RangeScratch, RingStep, RingSteps};
 use crate::{
+    batch::Side,
     call::Range,
+    layout::Segment,
     plan::Form,
     schedule::join::{Class, Fragment, join},
 };
@@ -61,7 +63,7 @@ impl RingSteps {
             row += s.nodes.union.iter().map(|f| i64::from(f.range.len)).sum::<i64>();
         }
         for (j, class) in self.others(self.place(step), true) {
-            self.shares.segments(self.circulating, j, &mut s.segments);
+            self.segments_beside(self.circulating, j, &self.stationary, &mut s.segments);
             let circulating = (&*s.segments, self.circulating);
             let (intervals, fragments) = (&mut s.intervals, &mut s.fragments);
             row = join(&self.stationary, circulating, class, &self.allowed, j as u32, row, intervals, fragments);
@@ -76,6 +78,15 @@ impl RingSteps {
         row as u64
     }
 
+    /// The segments of a ring rank that may have pairs with some of `own`.
+    fn segments_beside(&self, side: Side, rank: usize, own: &[Segment], out: &mut Vec<Segment>) {
+        if self.allowed.is_by_document() {
+            self.shares.segments_beside(side, rank, own, out);
+        } else {
+            self.shares.segments(side, rank, out);
+        }
+    }
+
     pub(super) fn list_outgoing(&self, step: &RingStep, s: &mut RangeScratch) -> u64 {
         s.fragments.clear();
         if step.node > 0 {
@@ -87,7 +98,12 @@ impl RingSteps {
             self.list_node_slot(self.me, 1, step.split, s);
         }
         for (j, class) in self.others(self.place(step), false) {
-            self.shares.segments(self.circulating.other(), j, &mut s.segments);
+            if beside {
+                // Rows of other ranks are looked at too.
+                self.shares.segments(self.circulating.other(), j, &mut s.segments);
+            } else {
+                self.segments_beside(self.circulating.other(), j, &self.own, &mut s.segments);
+            }
             let circulating = (&*self.own, self.circulating);
             let (intervals, fragments) = (&mut s.intervals, &mut s.fragments);
             row = join(&s.segments, circulating, class, &self.allowed, j as u32, row, intervals, fragments);

@@ -15,6 +15,7 @@ fn options() -> Vec<(String, Option<RunTrait>)> {
         ("`dropout_seed`", RunTrait::Dropout),
         ("`keys` in pages", RunTrait::Pages),
         ("`keys` that tokens list", RunTrait::KeyIndices),
+        ("`lse_base` 2", RunTrait::LseBaseTwo),
         ("ALiBi slopes of each document", RunTrait::SlopesOfDocuments),
         ("slices", RunTrait::Slices),
         ("`reproducible`", RunTrait::Reproducible),

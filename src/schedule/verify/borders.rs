@@ -74,9 +74,12 @@ impl NodeBorders {
             let mut homes: Vec<Home> = Vec::new();
             for rank in 0..mesh.group() {
                 let node = rank / ranks;
-                plan.local_tokens(side, rank).for_each(|token, _, _| match homes.last_mut() {
-                    Some(last) if (last.1, last.2) == (token as u32, node) => last.1 += 1,
-                    _ => homes.push((token as u32, token as u32 + 1, node)),
+                plan.local_tokens(side, rank).for_each_run(|_, token, tokens, _| {
+                    let (token, end) = (token as u32, (token + tokens) as u32);
+                    match homes.last_mut() {
+                        Some(last) if (last.1, last.2) == (token, node) => last.1 = end,
+                        _ => homes.push((token, end, node)),
+                    }
                 });
             }
             homes.sort_unstable();

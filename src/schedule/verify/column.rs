@@ -23,12 +23,12 @@ impl Column {
         Self { rows, runs: if rows > 0 { vec![(0, Cell::UNSET)] } else { Vec::new() } }
     }
 
-    /// A cell for each row.
-    pub(super) fn of(cells: impl Iterator<Item = Cell>) -> Self {
+    /// Runs that follow each other: their rows, and the cell of the first.
+    pub(super) fn of(runs: impl Iterator<Item = (u64, Cell)>) -> Self {
         let mut column = Self { rows: 0, runs: Vec::new() };
-        for cell in cells {
+        for (rows, cell) in runs.filter(|run| run.0 > 0) {
             column.runs.push((column.rows, cell));
-            column.rows += 1;
+            column.rows += rows;
             column.join(column.runs.len() - 1, column.runs.len());
         }
         column
@@ -162,7 +162,7 @@ mod tests {
                 let listed: Vec<_> = column.runs(first, end).flat_map(run).collect();
                 let want: Vec<_> = (first..end).map(|row| (row, cells[row as usize])).collect();
                 assert_eq!(listed, want, "step {step}");
-                assert_eq!(column.runs, Column::of(cells.iter().copied()).runs, "step {step}");
+                assert_eq!(column.runs, Column::of(cells.iter().map(|&cell| (1, cell))).runs, "step {step}");
             }
         }
     }

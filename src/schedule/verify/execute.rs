@@ -12,6 +12,7 @@ use super::{
     flaw::{Wrong, flaw},
     memory::{Memory, Piece},
     packed::RankOps,
+    reaches::Reaches,
     report::RankReport,
 };
 use crate::{
@@ -29,6 +30,8 @@ use crate::{
 /// All ranks during the simulated run.
 pub(super) struct Prover<'a> {
     pub plan: &'a Plan,
+    /// The pairs that the mask allows.
+    pub reaches: Reaches,
     /// The schedules.
     pub ranks: Vec<RankOps<'a>>,
     pub memories: Vec<Memory>,
@@ -60,6 +63,7 @@ impl<'a> Prover<'a> {
         let traffic = ranks.iter().map(report).collect();
         Self {
             plan,
+            reaches: Reaches::new(plan.problem().allowed(), plan.problem().batch().documents()),
             ranks,
             memories,
             whole_rows,

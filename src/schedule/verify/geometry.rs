@@ -157,7 +157,7 @@ impl Prover<'_> {
     }
 
     pub(super) fn geometry(&self, met: &CallRanges) -> Result<Geometry, String> {
-        let (window, allowed) = (self.window(), self.plan.problem().allowed());
+        let window = self.window();
         let mut q_met: Vec<Intervals> = vec![Vec::new(); met.q.len()];
         let mut k_met: Vec<Intervals> = vec![Vec::new(); met.k.len()];
         let mut pairs = 0;
@@ -175,7 +175,7 @@ impl Prover<'_> {
         for (i, query) in met.q.iter().enumerate() {
             for &Pair { k: key, band } in met.keys(i) {
                 let (q, k, band) = (&query.range, &met.k[key as usize], &met.bands[band as usize]);
-                if !allowed.of(Side::Q, q.doc).any(|of| of.document == k.doc && of.band == *band) {
+                if self.reaches.part(q.doc, k.doc, band).is_none() {
                     return Err(format!(
                         "q of document {} meets k of document {} in a band of no slice: {band:?}",
                         q.doc, k.doc

@@ -61,6 +61,7 @@ mod outputs;
 mod packed;
 mod parallel;
 mod promise;
+mod reaches;
 mod report;
 mod slices;
 mod transfer;

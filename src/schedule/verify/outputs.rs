@@ -11,14 +11,14 @@ use super::{
     geometry::{NO_WINDOW, runs},
     memory::side_of,
     parallel,
-    promise::all_heads,
+    promise::{TokenRun, all_heads, token_runs},
+    reaches::{BandKey, band_key},
 };
 use crate::{
     batch::Side,
     call::{Band, Range},
     error::Result,
     schedule::{Buf, BufferView, Direction, Form, TensorId},
-    slice::parts::Reach,
 };
 
 /// Checks all ranks, on at most `threads` threads; returns the number of (q, k, q head) triples attended.
@@ -54,9 +54,10 @@ pub(super) fn check(p: &Prover, direction: Direction, threads: usize) -> Result<
 /// Checks that the ranks of the group have every token of the batch once.
 pub(super) fn tokens_are_dealt_once(p: &Prover) -> Result<()> {
     for side in [Side::Q, Side::K] {
-        let mut all: Vec<usize> = p.ranks.iter().flat_map(|s| p.plan.local_tokens(side, s.rank()).indices()).collect();
+        let mut all: Vec<TokenRun> = p.ranks.iter().flat_map(|s| token_runs(p.plan, side, s.rank())).collect();
         all.sort_unstable();
-        if !all.iter().copied().eq(0..p.plan.problem().batch().tokens(side)) {
+        let end = all.iter().try_fold(0, |end, run| (run.token as usize == end).then_some(end + run.tokens as usize));
+        if end != Some(p.plan.problem().batch().tokens(side)) {
             return Err(p.err(0, 0, format!("the ranks together do not hold every token of side {side:?} once")));
         }
     }
@@ -66,14 +67,19 @@ pub(super) fn tokens_are_dealt_once(p: &Prover) -> Result<()> {
 /// One output of one rank.
 fn tensor(p: &Prover, r: usize, tensor: TensorId, want: What) -> Result<(), String> {
     let side = side_of(tensor);
-    let tokens = p.plan.local_tokens(side, p.ranks[r].rank()).indices();
+    let runs = token_runs(p.plan, side, p.ranks[r].rank());
     let (heads, group) = (all_heads(p.plan, side), p.plan.problem().group() as u32);
-    let view = BufferView::whole(Buf::User(tensor), tokens.len() as u64, heads);
+    let count: usize = runs.iter().map(|run| run.tokens as usize).sum();
+    let view = BufferView::whole(Buf::User(tensor), count as u64, heads);
     let cells: Vec<u32> = p.memories[r].heads(&view).collect();
-    let mut first = 0;
-    while first < tokens.len() {
-        let mut rows = alike(p, r, &view, &tokens[first..], first as u64, side);
-        let token = tokens[first];
+    let (mut first, mut runs) = (0, runs.into_iter());
+    let mut rest = TokenRun::default();
+    while first < count {
+        while rest.tokens == 0 {
+            rest = runs.next().expect("the rows are those of the runs");
+        }
+        let mut rows = alike(p, r, &view, rest, first as u64, side);
+        let token = rest.token as usize;
         for &h in &cells {
             p.expect(r, &view, (first as u64, rows as u64), h, Cell::new(want, token as u32, h, 0))?;
         }
@@ -112,22 +118,23 @@ fn tensor(p: &Prover, r: usize, tensor: TensorId, want: What) -> Result<(), Stri
             }
         }
         first += rows;
+        rest = rest.from(rows as u32);
     }
     Ok(())
 }
 
-/// The number of these rows, from the first on, that are one run in every column and have consecutive tokens of one
-/// document. In the ordered form 1, because order is checked token by token.
-fn alike(p: &Prover, r: usize, view: &BufferView, tokens: &[usize], first: u64, side: Side) -> usize {
+/// The number of rows of a run of tokens, from the first on, that are one run in every column and of one document. In
+/// the ordered form 1, because order is checked token by token.
+fn alike(p: &Prover, r: usize, view: &BufferView, of: TokenRun, first: u64, side: Side) -> usize {
     if p.plan.form() == Form::Ordered {
         return 1;
     }
     let memory = &p.memories[r];
     let run = memory.heads(view).map(|h| memory.at(view, first, h).1).min().unwrap_or(1);
     let batch = p.plan.problem().batch();
-    let end = batch.document(side, batch.document_of(side, tokens[0])).end;
-    let most = tokens.len().min(run as usize).min(end - tokens[0]);
-    (0..most).take_while(|&n| tokens[n] == tokens[0] + n).count()
+    let token = of.token as usize;
+    let end = batch.document(side, batch.document_of(side, token)).end;
+    (of.tokens as usize).min(run as usize).min(end - token)
 }
 
 /// Positions of one document of the other side: document, first and last.
@@ -176,8 +183,8 @@ fn exactly_once(p: &Prover, side: Side, token: usize, mut rows: usize, calls: &[
         return Ok(rows);
     }
     let (doc, pos) = place(p, side, token);
-    let allowed = p.plan.problem().allowed();
-    let wanted = allowed.of(side, doc).filter_map(|of| span(p, side, (pos, 1), of.document, &of.limits)).collect();
+    let allowed = p.reaches.of(side, doc, pos, pos);
+    let wanted = allowed.filter_map(|of| span(p, side, (pos, 1), of.document, &of.limits)).collect();
     let met = met.iter().flat_map(|(range, limits)| {
         let (begin, end) = limits.keys(pos, NO_WINDOW);
         clipped(range, begin, end.saturating_sub(1))
@@ -194,15 +201,33 @@ fn exactly_once(p: &Prover, side: Side, token: usize, mut rows: usize, calls: &[
 /// bands of one pair of documents differ.
 fn together(p: &Prover, side: Side, token: usize, rows: usize, met: &[Partner]) -> bool {
     let (doc, pos) = place(p, side, token);
-    let allowed = p.plan.problem().allowed();
-    let spans: Vec<(Band, Span)> = allowed
-        .of(side, doc)
-        .filter_map(|of| Some((of.limits, span(p, side, (pos, rows), of.document, &of.limits)?)))
+    let last = pos.saturating_add(rows as i64 - 1);
+    let mut spans: Vec<(u32, BandKey, Span)> = p
+        .reaches
+        .of(side, doc, pos, last)
+        .filter_map(|of| {
+            let span = span(p, side, (pos, rows), of.document, &of.limits)?;
+            Some((of.document, band_key(&of.limits), span))
+        })
         .collect();
-    spans.iter().all(|&(band, of)| {
-        let of_band = met.iter().filter(|(range, limits)| *limits == band && range.doc == of.0);
-        let met = of_band.flat_map(|(range, _)| clipped(range, of.1, of.2)).collect();
-        tile(met, alloc::vec![of]).is_ok()
+    spans.sort_unstable();
+    // Index of the span, first and last position.
+    let mut runs: Vec<(usize, i64, i64)> = Vec::with_capacity(met.len());
+    for (range, limits) in met {
+        let key = (range.doc, band_key(limits));
+        let at = spans.partition_point(|span| (span.0, span.1) < key);
+        if let Some(&(.., of)) = spans.get(at).filter(|span| (span.0, span.1) == key) {
+            runs.extend(clipped(range, of.1, of.2).map(|(_, a, e)| (at, a, e)));
+        }
+    }
+    runs.sort_unstable();
+    let mut rest = runs.as_slice();
+    spans.iter().enumerate().all(|(at, &(.., (_, first, last)))| {
+        let of_span = rest.iter().take_while(|run| run.0 == at).count();
+        let (own, others) = rest.split_at(of_span);
+        rest = others;
+        let adjacent = own.windows(2).all(|w| w[0].2 + 1 == w[1].1);
+        adjacent && own.first().is_some_and(|run| run.1 == first) && own.last().is_some_and(|run| run.2 == last)
     })
 }
 
@@ -256,9 +281,7 @@ fn in_order(p: &Prover, atoms: &[Atom], side: Side, token: usize) -> Result<(), 
     if atoms.windows(2).any(|w| w[0].head >= w[1].head) || atoms.iter().any(|a| a.heads != 1) {
         return Err(format!("token {token} is not summed head by head: {atoms:?}"));
     }
-    let allowed = p.plan.problem().allowed();
-    let slices = allowed.of(side, place(p, side, token).0);
-    let is = |of: &Reach, partner: &(&Range, &Band)| of.band == *partner.1 && of.document == partner.0.doc;
+    let doc = place(p, side, token).0;
     for a in atoms {
         let Some((partners, _)) = p.calls.partners(a.call, side, token as u32) else { continue };
         let mut found: Vec<(&Range, &Band)> = partners.collect();
@@ -267,7 +290,10 @@ fn in_order(p: &Prover, atoms: &[Atom], side: Side, token: usize) -> Result<(), 
             found.sort_by_key(|(_, band)| core::ptr::from_ref(*band).addr());
         }
         // Slice by slice, and then row by row.
-        let slice_of = |partner: &(&Range, &Band)| slices.clone().position(|of| is(&of, partner));
+        let slice_of = |&(range, band): &(&Range, &Band)| match side {
+            Side::Q => p.reaches.part(doc, range.doc, band),
+            Side::K => p.reaches.part(range.doc, doc, band),
+        };
         let order = |a: &(&Range, &Band), b: &(&Range, &Band)| match slice_of(a) == slice_of(b) {
             true => (a.0.doc, a.0.last()) < (b.0.doc, b.0.pos),
             false => slice_of(a) < slice_of(b),

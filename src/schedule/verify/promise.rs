@@ -25,17 +25,18 @@ pub(super) fn tables(s: &Schedule, plan: &Plan, purpose: Purpose, whole_rows: bo
             return CellTable::of_user(tensor, None, [].into_iter().collect());
         };
         let [rows, heads, _] = form.shape;
+        let one = |token| TokenRun { token, tokens: 1 };
         let (tokens, first) = match purpose {
             _ if form.written => (Vec::new(), 0),
             Purpose::AllToAll(a) if tensor == TensorId::OwnHeads => {
                 let (tokens, heads) = held(plan, s.rank, a.side);
-                (tokens, heads.start)
+                (tokens.into_iter().map(|token| one(token as u32)).collect(), heads.start)
             }
-            Purpose::AllToAll(a) => (plan.local_tokens(a.side, s.rank).indices(), 0),
-            Purpose::Attention(_) | Purpose::Combine(_) if tensor == TensorId::Sinks => (vec![0], 0),
+            Purpose::AllToAll(a) => (token_runs(plan, a.side, s.rank), 0),
+            Purpose::Attention(_) | Purpose::Combine(_) if tensor == TensorId::Sinks => (vec![one(0)], 0),
             // What a combine is given is set by `combine::bring`.
-            Purpose::Combine(_) => (vec![0; rows], 0),
-            Purpose::Attention(_) => (plan.local_tokens(side_of(tensor), s.rank).indices(), 0),
+            Purpose::Combine(_) => (vec![one(0); rows], 0),
+            Purpose::Attention(_) => (token_runs(plan, side_of(tensor), s.rank), 0),
         };
         let heads = first..first + if whole_rows { 1 } else { heads as u32 };
         let columns = match form.written {
@@ -113,9 +114,31 @@ fn of_all_to_all(tensor: TensorId, s: &Schedule, plan: &Plan, all_to_all: AllToA
 }
 
 /// The rows of these tokens as the caller's input, a column for each head.
-fn given(tensor: TensorId, tokens: &[usize], heads: core::ops::Range<u32>) -> Columns {
-    let cells = |h| tokens.iter().map(move |&token| Cell::new(What::Input(tensor), token as u32, h, 0));
-    heads.map(|h| Column::of(cells(h))).collect()
+fn given(tensor: TensorId, tokens: &[TokenRun], heads: core::ops::Range<u32>) -> Columns {
+    let cell = |run: &TokenRun, h| (u64::from(run.tokens), Cell::new(What::Input(tensor), run.token, h, 0));
+    heads.map(|h| Column::of(tokens.iter().map(|run| cell(run, h)))).collect()
+}
+
+/// Consecutive tokens of one document.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct TokenRun {
+    pub token: u32,
+    pub tokens: u32,
+}
+
+impl TokenRun {
+    /// Without its first tokens.
+    pub(super) fn from(self, tokens: u32) -> Self {
+        Self { token: self.token + tokens, tokens: self.tokens - tokens }
+    }
+}
+
+/// The tokens of a rank, in its order.
+pub(super) fn token_runs(plan: &Plan, side: Side, rank: usize) -> Vec<TokenRun> {
+    let mut runs = Vec::new();
+    let mut add = |token: usize, tokens: usize| runs.push(TokenRun { token: token as u32, tokens: tokens as u32 });
+    plan.local_tokens(side, rank).for_each_run(|_, token, tokens, _| add(token, tokens));
+    runs
 }
 
 /// The tokens of a rank's ring share, and the rank's own heads.

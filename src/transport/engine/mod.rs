@@ -18,13 +18,13 @@
 //!   twice that and 1 s. Nothing waits without a limit: a call into the engine that may not return is made on a
 //!   separate thread that nothing joins.
 
+mod agree;
 mod contract;
 mod moves;
 mod packets;
 mod pulse;
 mod search;
 mod verdict;
-mod wait_for_all;
 mod waits;
 
 use std::{

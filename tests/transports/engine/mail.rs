@@ -28,7 +28,7 @@ pub struct State {
     posted: BTreeMap<(bool, usize, usize, u32), u64>,
     requests: BTreeMap<u64, Request>,
     keys: BTreeMap<String, Vec<u8>>,
-    connected: BTreeSet<usize>,
+    pub connected: BTreeSet<usize>,
     closed: BTreeSet<usize>,
     pub stopped: BTreeSet<usize>,
     pub store_stopped: bool,

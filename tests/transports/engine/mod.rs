@@ -204,6 +204,42 @@ fn a_new_plan_against_an_old_one_is_a_disagreement_at_once() {
     }
 }
 
+/// A rank that may start no more threads says so, and the other one, which waits for it, is told at once.
+#[cfg(all(target_os = "linux", not(miri)))]
+#[test]
+fn a_thread_that_cannot_start() {
+    let status = crate::child::in_a_child(|| {
+        let office = Arc::new(Office::default());
+        let [first, second] = [0, 1].map(|rank| Mail::end(&office, rank, 2, LONG));
+        let began = Instant::now();
+        thread::scope(|scope| {
+            let first = scope.spawn(move || found(first.connect()));
+            let mut waits = false;
+            while !waits {
+                thread::sleep(Duration::from_millis(5));
+                office.change(|state| waits = state.connected.contains(&0));
+            }
+            crate::child::limit(Some(0));
+            let error = second.connect().unwrap_err();
+            assert!(matches!(error, Error::Device { call: "thread spawn", .. }), "{error}");
+            assert!(error.to_string().contains("the thread of a transport over an engine did not start"), "{error}");
+            says(&found(second.agree(0..2, 1)), Some(1), "could not start a thread");
+            says(&first.join().unwrap(), Some(1), "rank 1 could not start a thread; see its own error");
+        });
+        assert!(began.elapsed() < LONG / 2);
+        // With more threads a new group is made.
+        crate::child::limit(None);
+        let office = Arc::new(Office::default());
+        thread::scope(|scope| {
+            for rank in 0..2 {
+                let end = Mail::end(&office, rank, 2, LONG);
+                scope.spawn(move || end.connect().and_then(|()| end.agree(0..2, 1)).unwrap());
+            }
+        });
+    });
+    assert_eq!(status, 0);
+}
+
 #[test]
 fn what_breaks_the_contract_is_refused_and_touches_nothing() {
     play(2, LONG, &[0, 1], |rank, end, _| {
