@@ -213,8 +213,8 @@ impl Plan {
         }
     }
 
-    /// The plan of a direction over listed keys, if it is not this one: where this plan has chosen by itself to send q round
-    /// the ring, k and v are sent instead. The tokens of ranks are the same.
+    /// The plan of a direction over listed keys, if it is not this one: where this plan has chosen by itself to send q
+    /// round the ring, k and v are sent instead. The tokens of ranks are the same.
     #[cfg(feature = "std")]
     pub(crate) fn for_listed_keys(&self, direction: Direction) -> Option<Self> {
         let o = self.options();
