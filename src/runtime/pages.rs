@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 pub struct Pages<'a> {
     /// `[documents, pages]`, compact: the pages that hold this rank's k rows of each document of the batch, in the
     /// order in which the rank holds them. Row i of a document is in entry `i / page_size`. Entries beyond its rows are
-    /// not read; documents may share pages.
+    /// not read; documents may share pages. Pages lie within the first 2³² − 1 rows of k and v.
     pub block_table: &'a [i32],
     /// Entries of a document in the table.
     pub pages_per_document: usize,
