@@ -213,11 +213,10 @@ impl Plan {
         }
     }
 
-    /// The plan of a run over listed keys, if it is not this one: where this plan has chosen by itself to send q round
-    /// the ring, k and v are sent instead. The tokens of ranks are the same.
+    /// The plan of a run over listed keys in `direction`, if it is not this one: where this plan has chosen by itself
+    /// to send q round the ring, k and v are sent instead. The tokens of ranks are the same.
     #[cfg(feature = "std")]
-    pub(crate) fn for_listed_keys(&self, run: crate::schedule::Purpose) -> Option<Self> {
-        let crate::schedule::Purpose::Attention(direction) = run else { return None };
+    pub(crate) fn for_listed_keys(&self, direction: Direction) -> Option<Self> {
         let o = self.options();
         let options = match direction {
             Direction::Forward if o.circulate_forward == Circulate::Auto => o.circulate_forward(Circulate::Keys),

@@ -129,8 +129,8 @@ pub(super) fn watched<T>(
     })
 }
 
-/// The outcome of an agreement inside of [`watched`], where a disagreement does not end the group unless `transport` has
-/// failed: it is given the call in words.
+/// The outcome of an agreement inside of [`watched`], where a disagreement does not end the group unless `transport`
+/// has failed: it is given the call in words.
 pub(super) fn described<T>(
     transport: &dyn Transport,
     agreed: Result<T>,

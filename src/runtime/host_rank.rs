@@ -183,7 +183,10 @@ impl Backend for HostRank {
         self.lanes.check_process()?;
         tensors.check_keys(run)?;
         // The lists stay with their tokens, so k and v come to them wherever the plan leaves the choice to itself.
-        let listed = tensors.key_indices.and_then(|_| plan.for_listed_keys(run));
+        let listed = match run {
+            Purpose::Attention(direction) if tensors.key_indices.is_some() => plan.for_listed_keys(direction),
+            _ => None,
+        };
         let plan = listed.as_ref().unwrap_or(plan);
         let at = self.find_or_prepare(plan, run)?;
         if tensors.pages.is_some() {

@@ -20,8 +20,8 @@
 //!   that peer does not answer. The error names the nearest peer, along the chain of ranks that wait for each other,
 //!   that does not answer or that has only just started to wait, because it computed or was stopped for too long. A
 //!   rank that is dropped notifies all others; those that still need it report that it left.
-//! - If a rank's exchange needs a peer that waits in an `agree` with this rank, they run different things. This is found
-//!   within a fraction of a second, without waiting for the deadline, and reported on every rank.
+//! - If a rank's exchange needs a peer that waits in an `agree` with this rank, they run different things. This is
+//!   found within a fraction of a second, without waiting for the deadline, and reported on every rank.
 //! - By default MPI ends the whole job when a process dies: `mpirun` kills the others, and there is no error to return.
 //!   If MPI lets them continue (Open MPI: `mpirun --enable-recovery`; MPICH: `mpiexec -disable-auto-cleanup`, with each
 //!   process in a shell that ignores SIGUSR1), each gets its error after its deadline. After a failure do not call

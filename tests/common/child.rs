@@ -24,8 +24,8 @@ pub fn in_a_child(job: impl FnOnce()) -> i32 {
 }
 
 #[cfg(target_os = "linux")]
-/// Sets how many threads this user may have, in this process, which is a child of the test. The limit counts the threads
-/// of a user and does not bind root, so the process becomes another user first.
+/// Sets how many threads this user may have, in this process, which is a child of the test. The limit counts the
+/// threads of a user and does not bind root, so the process becomes another user first.
 pub fn limit(threads: Option<u64>) {
     static ALL: std::sync::Mutex<Option<libc::rlimit>> = std::sync::Mutex::new(None);
     let mut all = ALL.lock().unwrap();

@@ -73,8 +73,8 @@ fn a_forked_process_needs_ranks_of_its_own() {
     assert_eq!(forward(&mut ranks).unwrap(), expected);
 }
 
-/// A child that is the first to use the library, of a program that has used rayon: rayon's global pool has no threads in
-/// the child, and the library cannot know that it had any.
+/// A child that is the first to use the library, of a program that has used rayon: rayon's global pool has no threads
+/// in the child, and the library cannot know that it had any.
 #[cfg(feature = "rayon")]
 #[test]
 fn a_forked_process_may_be_the_first() {

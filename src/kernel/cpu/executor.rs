@@ -2,9 +2,9 @@
 //! Threads of the caller's for the workers of a kernel call.
 //!
 //! With the feature `rayon` workers run in a pool of this crate, or in that of the thread that calls; a program with
-//! its own pool passes it as an [`Executor`]. Otherwise the kernels start no threads. The work of a worker does not depend on its thread, on the time, or on the number of
-//! workers: a counter hands out the work units, and when the executor returns, the thread that made the call does the
-//! rest. So an executor can make a call slow, but not wrong.
+//! its own pool passes it as an [`Executor`]. Otherwise the kernels start no threads. The work of a worker does not
+//! depend on its thread, on the time, or on the number of workers: a counter hands out the work units, and when the
+//! executor returns, the thread that made the call does the rest. So an executor can make a call slow, but not wrong.
 
 use core::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};

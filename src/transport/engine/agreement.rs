@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Waits for the headers of all peers in an agreement, in whatever order they arrive.
+//! The messages of an agreement: an all-gather of one number, whose headers are waited for in whatever order they
+//! arrive.
 //!
 //! An engine waits for one message at a time, and each message is waited for once. In an agreement that is not enough:
 //! a rank could wait for a peer that will never agree, while the header of another peer, which says why, is there. Most
@@ -9,7 +10,9 @@
 //!
 //! A thread that cannot start is not needed: what differs is then found by the other rank, or at the deadline.
 
+use core::ops::Range;
 use std::{
+    string::String,
     sync::{
         Condvar, Mutex, PoisonError,
         atomic::{AtomicBool, Ordering},
@@ -20,9 +23,46 @@ use std::{
 };
 
 use super::{
-    contract::Engine,
-    moves::{Arriving, Moves, Stop},
+    contract::{Engine, MessageDirection},
+    moves::{Arriving, HEADERS, Moves, Stop},
+    packets::{Header, SMALL},
 };
+
+impl<E: Engine> Moves<'_, E> {
+    /// An all-gather of one number over `ranks`, to `all`: each rank sends a header to every other. So a peer that
+    /// exchanges instead is found by the first header of its exchange, and finds this rank by its.
+    pub(super) fn gather(&mut self, ranks: Range<usize>, number: u64, all: &mut [u64]) -> Result<(), Stop> {
+        let own = self.group.rank;
+        let header = Header::of_agreement(number, self.label.run);
+        let to = self.rooms.small();
+        // SAFETY: a room with space for a header.
+        unsafe { to.copy_from_nonoverlapping(header.to_bytes().as_ptr(), Header::BYTES) };
+        let (mut arriving, mut sent) = (Vec::with_capacity(ranks.len()), Vec::with_capacity(ranks.len()));
+        for peer in ranks.clone().filter(|&peer| peer != own) {
+            let (room, bytes) = (self.rooms.small(), Header::BYTES + SMALL);
+            // SAFETY: a room of these bytes, which lives until the message has moved or the engine is closed.
+            let posted = unsafe { self.post(MessageDirection::Receive, peer, HEADERS, room, bytes, 8) }?;
+            arriving.push(Arriving { peer, room, posted });
+        }
+        for peer in ranks.clone().filter(|&peer| peer != own) {
+            // SAFETY: the room lives until the message has moved or the engine is closed; it is only read.
+            sent.push(unsafe { self.post(MessageDirection::Send, peer, HEADERS, to, Header::BYTES, 8) }?);
+        }
+        let check = |one: &Arriving| match header.compare(&one.header(), own, one.peer, String::new) {
+            Some(verdict) => Err(Stop::Differs(verdict)),
+            None => Ok(()),
+        };
+        wait_for_all(self, &arriving, &check)?;
+        for one in &sent {
+            self.wait(one)?;
+        }
+        all.fill(number);
+        for one in &arriving {
+            all[one.peer - ranks.start] = one.header().number();
+        }
+        Ok(())
+    }
+}
 
 /// How long the calling thread waits alone.
 const PATIENCE: Duration = Duration::from_millis(100);
@@ -48,7 +88,7 @@ impl Waits<'_> {
 }
 
 /// Waits for all headers, and checks each once it is there.
-pub(super) fn wait_for_all<E: Engine>(
+fn wait_for_all<E: Engine>(
     moves: &Moves<'_, E>,
     all: &[Arriving],
     check: &(dyn Fn(&Arriving) -> Result<(), Stop> + Sync),

@@ -8,8 +8,8 @@
 //! - Small messages to one peer are sent as one packet (`packets`). Each packet begins with a header: the number and
 //!   the sizes of its messages, and what its sender runs. The receiver has room for the header and a small packet; a
 //!   larger packet is sent separately, after the receiver has compared the sizes. Engines need not compare them.
-//! - `agree` and `exchange` of different ranks can overlap in time. They use one order of messages between two ranks: if
-//!   one of the two agrees and the other exchanges, both find it with the first header that arrives.
+//! - `agree` and `exchange` of different ranks can overlap in time. They use one order of messages between two ranks:
+//!   if one of the two agrees and the other exchanges, both find it with the first header that arrives.
 //! - The deadline goes to [`Engine::wait`]: a call fails once it has waited that long for one of its messages.
 //! - After any failure the engine is closed on every rank: posted messages end with an error, so that nothing writes
 //!   into the caller's memory afterwards. The group stays failed.
@@ -18,13 +18,13 @@
 //!   more if the store does not answer. Nothing waits without a limit: a call into the engine that may not return is
 //!   made on a separate thread that nothing joins.
 
+mod agreement;
 mod contract;
 mod moves;
 mod packets;
 mod pulse;
 mod search;
 mod verdict;
-mod wait_for_all;
 mod waits;
 
 use std::{
@@ -97,8 +97,8 @@ impl<E: Engine> EngineTransport<E> {
     /// [`abort`](Transport::abort) and a failure of any rank end the wait.
     ///
     /// # Errors
-    /// [`Fault::Found`] if not all ranks connect in time; [`Error::Device`] if this rank cannot start a thread, of which
-    /// it notifies the others. The group has then failed.
+    /// [`Fault::Found`] if not all ranks connect in time; [`Error::Device`] if this rank cannot start a thread, of
+    /// which it notifies the others. The group has then failed.
     pub fn connect(&self) -> Result<()> {
         let (group, began) = (&self.group, Instant::now());
         let deadline = group.deadline;

@@ -1,14 +1,13 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The messages that one call posts and waits for.
 //!
-//! Agreements and exchanges use one order of messages between two ranks. Two ranks that make the same calls make them in
-//! the same order, so the header that arrives next belongs to the call that this rank is in.
+//! Agreements and exchanges use one order of messages between two ranks. Two ranks that make the same calls make them
+//! in the same order, so the header that arrives next belongs to the call that this rank is in.
 //!
 //! Headers and joined messages use the transport's own memory, which the next call reuses. After a failure this memory
 //! is not reused, although the engine was closed: that is an extra safeguard.
 
-use core::ops::Range;
-use std::{format, string::String, sync::Arc, vec, vec::Vec};
+use std::{format, sync::Arc, vec, vec::Vec};
 
 use super::{
     super::{Label, Message},
@@ -16,12 +15,11 @@ use super::{
     packets::{Header, Packet, SMALL, packets},
     search::EngineGroup,
     verdict::Verdict,
-    wait_for_all::wait_for_all,
     waits::Wait,
 };
 
 // The tags of messages; messages of one tag match in their order.
-const HEADERS: u32 = 7002;
+pub(super) const HEADERS: u32 = 7002;
 const BODIES: u32 = 7003;
 
 /// Why a call ends.
@@ -49,7 +47,7 @@ pub(super) struct MessageBuffers {
 }
 
 impl MessageBuffers {
-    fn small(&mut self) -> *mut u8 {
+    pub(super) fn small(&mut self) -> *mut u8 {
         let mut room = self.free.pop().unwrap_or_else(|| vec![0; Header::BYTES + SMALL]);
         let at = room.as_mut_ptr();
         self.used.push(room);
@@ -86,7 +84,7 @@ pub(super) struct PostedMessage {
 /// A header that a peer sends, with a small packet behind it if it is that of an exchange.
 pub(super) struct Arriving {
     pub(super) peer: usize,
-    room: *mut u8,
+    pub(super) room: *mut u8,
     pub(super) posted: PostedMessage,
 }
 
@@ -95,7 +93,7 @@ unsafe impl Sync for Arriving {}
 
 impl Arriving {
     /// The header: bytes that have arrived, or zeros.
-    fn header(&self) -> Header {
+    pub(super) fn header(&self) -> Header {
         let mut bytes = [0; Header::BYTES];
         // SAFETY: the room has space for a header, and lives as long as the call; its message has moved, so nothing
         // writes it.
@@ -109,7 +107,7 @@ impl<E: Engine> Moves<'_, E> {
     ///
     /// # Safety
     /// As [`Engine::post`].
-    unsafe fn post(
+    pub(super) unsafe fn post(
         &self,
         way: MessageDirection,
         peer: usize,
@@ -128,40 +126,6 @@ impl<E: Engine> Moves<'_, E> {
     pub(super) fn wait(&self, posted: &PostedMessage) -> Result<(), Failed> {
         self.group.set_wait(Some(posted.wait));
         self.group.engine.wait(posted.number, self.group.deadline)
-    }
-
-    /// An all-gather of one number over `ranks`, to `all`: each rank sends a header to every other. So a peer that
-    /// exchanges instead is found by the first header of its exchange, and finds this rank by its.
-    pub(super) fn gather(&mut self, ranks: Range<usize>, number: u64, all: &mut [u64]) -> Result<(), Stop> {
-        let own = self.group.rank;
-        let header = Header::of_agreement(number, self.label.run);
-        let to = self.rooms.small();
-        // SAFETY: a room with space for a header.
-        unsafe { to.copy_from_nonoverlapping(header.to_bytes().as_ptr(), Header::BYTES) };
-        let (mut arriving, mut sent) = (Vec::with_capacity(ranks.len()), Vec::with_capacity(ranks.len()));
-        for peer in ranks.clone().filter(|&peer| peer != own) {
-            let (room, bytes) = (self.rooms.small(), Header::BYTES + SMALL);
-            // SAFETY: a room of these bytes, which lives until the message has moved or the engine is closed.
-            let posted = unsafe { self.post(MessageDirection::Receive, peer, HEADERS, room, bytes, 8) }?;
-            arriving.push(Arriving { peer, room, posted });
-        }
-        for peer in ranks.clone().filter(|&peer| peer != own) {
-            // SAFETY: the room lives until the message has moved or the engine is closed; it is only read.
-            sent.push(unsafe { self.post(MessageDirection::Send, peer, HEADERS, to, Header::BYTES, 8) }?);
-        }
-        let check = |one: &Arriving| match header.compare(&one.header(), own, one.peer, String::new) {
-            Some(verdict) => Err(Stop::Differs(verdict)),
-            None => Ok(()),
-        };
-        wait_for_all(self, &arriving, &check)?;
-        for one in &sent {
-            self.wait(one)?;
-        }
-        all.fill(number);
-        for one in &arriving {
-            all[one.peer - ranks.start] = one.header().number();
-        }
-        Ok(())
     }
 
     /// Moves a batch.

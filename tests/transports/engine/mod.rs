@@ -159,7 +159,8 @@ fn plans_that_differ_are_a_disagreement() {
 }
 
 /// Plans of ranks of which one runs what is new to it: every rank says so at once, whichever messages the others wait
-/// for. In a causal plan over contiguous tokens nobody waits for the last rank: it finds by itself that others exchange.
+/// for. In a causal plan over contiguous tokens nobody waits for the last rank: it finds by itself that others
+/// exchange.
 #[test]
 fn a_new_plan_against_an_old_one_is_a_disagreement_at_once() {
     let plan = |tokens: usize, layout: Layout| {
