@@ -76,7 +76,12 @@ impl FoundRows {
             None => Ok(()),
             Some((doc, Some((page, entry)))) => {
                 let expected = match all {
-                    0 => format!("a page of {size} rows: k and v have {have}"),
+                    0 if most == have => format!("a page of {size} rows: k and v have {have}"),
+                    0 => format!("a page of {size} rows: a table finds the first {most} rows of k and v"),
+                    _ if most < have => format!(
+                        "0 to {}: a table finds the first {most} rows of k and v, which have {have}, in pages of {size} rows",
+                        all - 1
+                    ),
                     _ => format!("0 to {}: k and v have {have} rows, pages of {size} rows", all - 1),
                 };
                 Err(Error::invalid(format!("block_table[{doc}][{page}]"), entry, expected))

@@ -110,7 +110,7 @@ pub struct Pages<'a> {
 
 /// A table of pages, `[documents, pages]`, compact: a row for each document of the batch, with the pages of its rows in
 /// the order in which the rank holds them. Row i of a document is in entry `i / page_size`. Entries beyond its rows are
-/// not read; documents may share pages.
+/// not read; documents may share pages. Pages lie within the first 2³² − 1 rows of k and v.
 #[derive(Clone, Copy, Debug)]
 pub struct BlockTable<'a> {
     first: *const i32,

@@ -8,8 +8,10 @@ use crate::context_parallel::mesh;
 use crate::refused::refused;
 use cpattn::{
     Batch, Dtype, Element, Forward, Layout, Mask, Options, Plan, Problem, Rank, Result, Side, Slice, View, ViewMut,
+    call::RawTensor,
     plan::Circulate,
-    runtime::{BlockTable, Keys, Pages},
+    runtime::{Bindings, BlockTable, Keys, Pages},
+    schedule::TensorId,
     transport::local,
 };
 use half::bf16;
@@ -122,6 +124,33 @@ fn pages_have_the_bits_of_rows_bf16() {
 #[test]
 fn pages_have_the_bits_of_rows_f64() {
     same_bits::<f64>(Dtype::F64);
+}
+
+/// A page beyond the rows whose numbers kernels hold is refused for that, and not for the rows that k and v have.
+#[test]
+fn rows_beyond_32_bits() {
+    let p = Problem::new(Batch::cross(&[0, 1], &[0, 5], None).unwrap(), 1, 1, 4, Dtype::F32);
+    let plan = Plan::new(&p, mesh(1, 1), Layout::Contiguous).unwrap();
+    let mut rank = Rank::new(local::group(1, Duration::from_secs(10)).unwrap().remove(0));
+    let (mut own, rows) = ([0.0f32; 9], 1 << 33);
+    let mut small = |at: usize, heads, dim| RawTensor::compact((&raw mut own[at]).cast(), Dtype::F32, 1, heads, dim);
+    let large = RawTensor::compact(std::ptr::without_provenance_mut(1 << 45), Dtype::F32, rows, 1, 4);
+    let pages = Pages {
+        block_table: BlockTable::new(&[1 << 13]),
+        pages_per_document: 1,
+        page_size: 1 << 19,
+        page_stride: 1 << 19,
+    };
+    let bindings = Bindings::default()
+        .with(TensorId::Q, small(0, 1, 4))
+        .with(TensorId::K, large)
+        .with(TensorId::V, large)
+        .with(TensorId::O, small(4, 1, 4))
+        .with(TensorId::Lse, small(8, 1, 1))
+        .with_keys(Keys::Pages(pages));
+    // SAFETY: refused before a tensor is read.
+    let refusal = unsafe { rank.run(&plan, cpattn::schedule::Direction::Forward, &bindings) };
+    refused(refusal, &["block_table[0][0] is 8192, expected 0 to 8190: a table finds the first 4294967295 rows"]);
 }
 
 #[test]

@@ -18,7 +18,7 @@
 //!   twice that and 1 s. Nothing waits without a limit: a call into the engine that may not return is made on a
 //!   separate thread that nothing joins.
 
-mod agree;
+mod agreement;
 mod contract;
 mod moves;
 mod packets;

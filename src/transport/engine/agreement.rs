@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! An agreement: headers to all peers, and the wait for theirs in whatever order they arrive.
+//! The messages of an agreement: an all-gather of one number, whose headers are waited for in whatever order they
+//! arrive.
 //!
 //! An engine waits for one message at a time, and each message is waited for once. In an agreement that is not enough:
 //! a rank could wait for a peer that will never agree, while the header of another peer, which says why, is there. Most
@@ -26,29 +27,6 @@ use super::{
     moves::{Arriving, HEADERS, Moves, Stop},
     packets::{Header, SMALL},
 };
-
-/// How long the calling thread waits alone.
-const PATIENCE: Duration = Duration::from_millis(100);
-
-/// The most threads that wait beside it.
-const THREADS: usize = 64;
-
-/// The state that the threads share.
-struct Waits<'a> {
-    /// By header: whether a thread waits for it, or has.
-    claimed: Vec<AtomicBool>,
-    all: &'a [Arriving],
-    /// The first failure of a thread beside the calling one.
-    stop: Mutex<Option<Stop>>,
-    over: Mutex<bool>,
-    ended: Condvar,
-}
-
-impl Waits<'_> {
-    fn claim(&self, at: usize) -> bool {
-        !self.claimed[at].swap(true, Ordering::Relaxed)
-    }
-}
 
 impl<E: Engine> Moves<'_, E> {
     /// An all-gather of one number over `ranks`, to `all`: each rank sends a header to every other. So a peer that
@@ -83,6 +61,29 @@ impl<E: Engine> Moves<'_, E> {
             all[one.peer - ranks.start] = one.header().number();
         }
         Ok(())
+    }
+}
+
+/// How long the calling thread waits alone.
+const PATIENCE: Duration = Duration::from_millis(100);
+
+/// The most threads that wait beside it.
+const THREADS: usize = 64;
+
+/// The state that the threads share.
+struct Waits<'a> {
+    /// By header: whether a thread waits for it, or has.
+    claimed: Vec<AtomicBool>,
+    all: &'a [Arriving],
+    /// The first failure of a thread beside the calling one.
+    stop: Mutex<Option<Stop>>,
+    over: Mutex<bool>,
+    ended: Condvar,
+}
+
+impl Waits<'_> {
+    fn claim(&self, at: usize) -> bool {
+        !self.claimed[at].swap(true, Ordering::Relaxed)
     }
 }
 
