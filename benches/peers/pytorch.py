@@ -48,7 +48,7 @@ class Here(train.Parallel):
 def losses(device, communicator):
     for dtype in trained(device):
         with torch.autocast(device, dtype):
-            parallel = Here(dtype=dtype, device=device, communicator=communicator)
+            parallel = Here(dtype=dtype, device=device, kernels="cpattn", communicator=communicator)
             got = train.train(parallel, steps_on(device), torch.float32, device)
         parallel.context.close()
         compare(device, dtype, got)
@@ -99,7 +99,7 @@ def beside_dense(device, communicator):
     for dtype in HALF:
         for dim in (64, 128, 256) if device == "cuda" else (64,):
             q, k, v, d_o = inputs(device, dtype, dim)
-            context = cpattn.torch.Context(heads=8, kv_heads=2, head_dim=dim, dtype=dtype, device=device, communicator=communicator)
+            context = cpattn.torch.Context(heads=8, kv_heads=2, head_dim=dim, dtype=dtype, device=device, kernels="cpattn", communicator=communicator)
             o = context.batch(DOCUMENTS).attention(q, k, v)
             exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
             want = dense(*exact)
@@ -113,7 +113,7 @@ def beside_dense(device, communicator):
 
 def graph(device, communicator):
     q, k, v, d_o = inputs(device, torch.bfloat16, 128)
-    context = cpattn.torch.Context(heads=8, kv_heads=2, head_dim=128, dtype=torch.bfloat16, device=device, communicator=communicator)
+    context = cpattn.torch.Context(heads=8, kv_heads=2, head_dim=128, dtype=torch.bfloat16, device=device, kernels="cpattn", communicator=communicator)
     batch = context.batch(DOCUMENTS)
 
     def both():

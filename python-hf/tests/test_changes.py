@@ -5,6 +5,8 @@ ranks."""
 from __future__ import annotations
 
 import copy
+import io
+import pickle
 import unittest
 import warnings
 from collections.abc import Callable
@@ -171,6 +173,46 @@ def _mixers(rank: int, world: int) -> list[str]:
     return said
 
 
+def _small(rank: int, world: int) -> dict[str, str]:
+    found, model = {}, models.build("llama")
+    for name in ("ulyses", "replica", "compare_weight"):
+        found[name] = _said(lambda name=name: ContextParallel(model, timeout=60, **{name: 1}))
+    cp = ContextParallel(model, timeout=60)
+    found["pickle"] = _said(lambda: pickle.dumps(model))
+    found["torch.save"] = _said(lambda: torch.save({"model": torch.nn.ModuleList([model])}, io.BytesIO()))
+    found["deepcopy"] = _said(lambda: copy.deepcopy(model))
+    for name, shape in (("no token", (1, 0)), ("no row", (0, 5))):
+        found[name] = _said(lambda shape=shape: model(input_ids=torch.zeros(shape, dtype=torch.int64)))
+        found[f"{name}, embedded"] = _said(lambda shape=shape: model(inputs_embeds=torch.zeros(*shape, 36)))
+    padded = {"input_ids": torch.zeros(1, 5, dtype=torch.int64), "attention_mask": torch.zeros(1, 5, dtype=torch.int64)}
+    found["padding alone"] = _said(lambda: model(**padded))
+    cp.close()
+    again = pickle.loads(pickle.dumps(model))
+    with torch.no_grad():
+        found["closed"] = str(torch.equal(again(input_ids=IDS).logits, model(input_ids=IDS).logits))
+    return found
+
+
+def _projections(rank: int, world: int) -> dict[str, float]:
+    """LoRA on projections that layers multiply with themselves."""
+    warnings.simplefilter("ignore")
+    found = {}
+    pack = models.batch([20, 1, 9])
+    for kind in ("jamba", "mamba"):
+        for target in ("dt_proj", "x_proj"):
+            losses = []
+            for alone in (True, False):
+                model = hybrids.build(kind)
+                cp = None if alone else ContextParallel(model, timeout=60)
+                adapted = _adapted(model, {"target_modules": [target]})
+                with torch.no_grad():
+                    losses.append(models.part(adapted, pack).item() / models.count(pack) if cp is None else adapted(**pack).loss.item())
+                if cp is not None:
+                    cp.close()
+            found[f"{kind}, {target}"] = abs(losses[0] - losses[1]) / losses[0]
+    return found
+
+
 class Changes(unittest.TestCase):
     def test_refused_by_name(self) -> None:
         every = processes.run(_changes, 2)
@@ -192,6 +234,23 @@ class Changes(unittest.TestCase):
             for name, distances in found.items():
                 with self.subTest(name):
                     self.assertLessEqual(max(distances), 2e-6, distances)
+
+    def test_projections(self) -> None:
+        for found in processes.run(_projections, 2):
+            for name, far in found.items():
+                self.assertLessEqual(far, 1e-6, name)
+
+    def test_small(self) -> None:
+        for found in processes.run(_small, 2):
+            for name in ("ulyses", "replica", "compare_weight"):
+                self.assertIn(f"{name} is no argument of ContextParallel", found[name])
+                self.assertIn("compare_weights, dropout, gather, gradients, group, ", found[name])
+            for name in ("pickle", "torch.save", "deepcopy"):
+                self.assertIn("Unsupported: a model with a ContextParallel cannot be copied or pickled", found[name])
+            for name, words in (("no token", "input_ids has 1 rows of 0 tokens"), ("no row", "input_ids has 0 rows of 5 tokens"), ("padding alone", "attention_mask leaves")):
+                self.assertIn(words, found[name])
+            self.assertIn("inputs_embeds has 1 rows of 0 tokens", found["no token, embedded"])
+            self.assertEqual(found["closed"], "True")
 
     def test_mixers(self) -> None:
         for said in processes.run(_mixers, 2):

@@ -215,6 +215,41 @@ def compare(test: unittest.TestCase, kinds: list[str], one: dict[str, Any], seve
                     test.assertLessEqual(abs((a[key] or 0) - (b[key] or 0)), 1e-4 * max(abs(b[key] or 0), 1), (name, key, a, b))
 
 
+def _environment(rank: int, world: int) -> None:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world)}
+
+
+QUICK: dict[str, Any] = {
+    "use_cpu": True, "bf16": False, "max_steps": 2, "report_to": [], "disable_tqdm": True, "save_strategy": "no", "per_device_train_batch_size": 2, "logging_steps": 1,
+    "optim": "sgd", "learning_rate": 0.5, "max_grad_norm": 0.0, "seed": 1,
+}  # fmt: skip
+
+
+def _in_memory(rank: int, world: int, folder: str) -> str:
+    _environment(rank, world)
+    cp = ContextParallel(models.build("llama"), timeout=60)
+    made = cp.trainer(trl.DPOTrainer)
+    args = trl.DPOConfig(folder, **QUICK, precompute_ref_log_probs=True)
+    try:
+        made(model=cp.model, args=args, train_dataset=pairs(), processing_class=models.tokenizer())
+    except Unsupported as error:
+        return str(error)
+    return "not refused"
+
+
+def _adapted_rewards(rank: int, world: int, folder: str) -> list[float]:
+    _environment(rank, world)
+    model = head()
+    kind: Any = trl.RewardTrainer if world == 1 else ContextParallel(model, timeout=60).trainer(trl.RewardTrainer)
+    lora = peft.LoraConfig(r=2, task_type="SEQ_CLS", target_modules="all-linear")
+    trainer = kind(
+        model=model, args=trl.RewardConfig(folder, **QUICK, center_rewards_coefficient=0.01), train_dataset=whole_pairs(), peft_config=lora,
+        processing_class=models.tokenizer(),
+    )
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
 class Preference(unittest.TestCase):
     def test_as_one_process(self) -> None:
         with tempfile.TemporaryDirectory() as folder:
@@ -230,6 +265,20 @@ class Preference(unittest.TestCase):
                 self.assertIn(text, found["refused"].get(name, ""), name)
         rewards = [entry["reward_std"] for entry in one["grpo"][0] if "reward_std" in entry]
         self.assertGreater(min(rewards), 0.05, "the completions differ, and so do their rewards")
+
+    def test_reference_of_a_data_set_in_memory(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            for said in processes.run(_in_memory, 2, folder):
+                self.assertIn("precompute_ref_log_probs is True, and the data set 'train' is in memory", said)
+
+    def test_rewards_with_an_adapter_of_its_task(self) -> None:
+        """PEFT wraps the head and trains a copy."""
+        with tempfile.TemporaryDirectory() as folder:
+            one = processes.run(_adapted_rewards, 1, f"{folder}/one")[0]
+            for losses in processes.run(_adapted_rewards, 2, f"{folder}/two"):
+                self.assertEqual(len(losses), 2)
+                for a, b in zip(losses, one, strict=True):
+                    self.assertLessEqual(abs(a - b), 1e-5 * b)
 
     def test_replicas_as_processes(self) -> None:
         """Two groups of two ranks, as two processes of TRL with data in parallel."""

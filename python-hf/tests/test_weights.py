@@ -15,6 +15,10 @@ try:
     import transformers
 except ImportError:
     raise unittest.SkipTest("transformers is not installed") from None
+try:
+    import peft
+except ImportError:
+    peft = None
 
 import models
 import processes
@@ -90,6 +94,25 @@ def _changes(rank: int, world: int) -> dict[str, str]:
     return found
 
 
+def _added(rank: int, world: int) -> dict[str, str]:
+    """Adapters that are drawn on each rank after ContextParallel."""
+    found, pack = {}, models.batch([9, 14])
+    for name, seed, wrap in (("equal", 1, None), ("drawn", rank, None), ("drawn, sent by DDP", rank, torch.nn.parallel.DistributedDataParallel), ("left out", rank, None)):
+        model = models.build("llama")
+        cp = ContextParallel(model, timeout=60, compare_weights=name != "left out")
+        torch.manual_seed(seed)
+        outer = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+        outer = outer if wrap is None else wrap(outer)
+        try:
+            for _ in range(2):
+                outer(**pack).loss.backward()
+            found[name] = "taken"
+        except Error as error:
+            found[name] = f"{type(error).__name__}: {error}"
+        cp.close()
+    return found
+
+
 class Weights(unittest.TestCase):
     def test_models_that_differ(self) -> None:
         for rank, found in enumerate(processes.run(_changes, 4)):
@@ -106,6 +129,12 @@ class Weights(unittest.TestCase):
                     ("no option", "compare_weights is 'yes', True or False is needed"),
                 ):
                     self.assertIn(words, found[name], name)
+
+    @unittest.skipIf(peft is None, "peft is not installed")
+    def test_added_before_the_first_pass(self) -> None:
+        for found in processes.run(_added, 2):
+            self.assertIn("self_attn.q_proj.lora_A.default.weight differs over the ranks of this group", found.pop("drawn"))
+            self.assertEqual(set(found.values()), {"taken"}, found)
 
     def test_hashes(self) -> None:
         draw = torch.Generator().manual_seed(1)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from ctypes import byref, c_uint32, c_uint64
 from functools import partial
 from typing import Any, TypedDict
@@ -205,10 +205,11 @@ CHOSEN = ("ulysses", "ring", "layout", "layout_parameter")
 _OPTIONAL = {"kv_heads", "value_dim", "scale", "softcap", "alibi_slopes"}
 
 
-def checked(options: PlanOptions, heads: int) -> dict[str, Any]:
-    """The given options for the C interface. Refuses unknown options, and values that are invalid for this number of heads."""
+def checked(options: PlanOptions, heads: int, of: str = "a plan", more: Iterable[str] = ()) -> dict[str, Any]:
+    """The given options for the C interface. Refuses unknown options, and values that are invalid for this number of heads. `of` says whose options they are,
+    and `more` are the names of its other ones."""
     if unknown := sorted(options.keys() - PlanOptions.__annotations__.keys()):
-        raise misspelt("a plan", unknown, PlanOptions.__annotations__)
+        raise misspelt(of, unknown, {*PlanOptions.__annotations__, *more})
     given: dict[str, Any] = {name: value for name, value in options.items() if value is not None or name not in _OPTIONAL}
     for name, value in list(given.items()):
         if name == "alibi_slopes":

@@ -11,11 +11,11 @@ import weakref
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from ctypes import POINTER, byref, c_int32, c_int64, c_uint64, c_void_p, pointer
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import _header
-from .arguments import c_array, instance, number, one_of, refused, whole
+from .arguments import c_array, instance, one_of, refused
 from ._header import UNLIMITED
 from ._library import call, status_of, text_of
 from ._signature import named, resolved, spelled

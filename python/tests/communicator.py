@@ -95,7 +95,7 @@ def refused(kind: type[cpattn.Error], words: str, job: Callable[[], Any]) -> Non
 
 
 def over_torch(**more: Any) -> Context:
-    return Context(**{**SHAPE, "device": "cuda", "communicator": "torch", "timeout": 60.0, **more})
+    return Context(**{**SHAPE, "device": "cuda", "kernels": "cpattn", "communicator": "torch", "timeout": 60.0, **more})
 
 
 def refusals() -> None:

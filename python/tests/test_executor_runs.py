@@ -230,8 +230,9 @@ class Runs(unittest.TestCase):
 
 def entries(log: list[tuple[str, Lane, Any]], ops: int) -> int:
     """How many entries a run of so many operations has: up to the second wait after its last operation."""
+    # Two waits after it: the caller's stream for the other one, and that one for the caller's.
     entered = [at for at, (what, *_) in enumerate(log) if what == "enter"][ops - 1]
-    return next(at for at in range(entered, len(log)) if log[at][0] == "wait") + 1
+    return [at for at in range(entered, len(log)) if log[at][0] == "wait"][1] + 1
 
 
 def check(log: list[tuple[str, Lane, Any]], ops: Any) -> None:
@@ -252,6 +253,7 @@ def check(log: list[tuple[str, Lane, Any]], ops: Any) -> None:
             at += 1
     last = [number for number, op in enumerate(ops) if op.lane == Lane.COMMUNICATION]
     assert at == len(ops) and clocks[Lane.COMPUTE][Lane.COMMUNICATION] == (last[-1] if last else -1)
+    assert clocks[Lane.COMMUNICATION][Lane.COMPUTE] == max(number for number, op in enumerate(ops) if op.lane == Lane.COMPUTE)
 
 
 if __name__ == "__main__":

@@ -97,6 +97,23 @@ class RefusalTest(unittest.TestCase):
             with self.assertRaisesRegex(Unsupported, f"kernels='math' .*{name} is .*kernels=\"cpattn\""):
                 kernels.refuse(kernel, {name: value})
 
+    def test_limits_of_dims_and_types(self):
+        kernel = kernels.varlen(len, len, name="mine", dtypes=(torch.bfloat16,), head_dim=64, windows=False)
+        kernels.refuse(kernel, {"dtype": torch.bfloat16, "head_dim": 64, "value_dim": 32, "heads": 3, "kv_heads": 1, "window_right": 0})
+        kernels.refuse(kernel, {"dtype": torch.bfloat16, "head_dim": 64, "value_dim": 61, "lse_gradient": True})
+        for settings, text in (
+            ({"head_dim": 65}, "head_dim is 65, at most 64 is needed"),
+            ({"head_dim": 64, "lse_gradient": True}, "the gradient of lse is used, value_dim of at most 61 is needed, or return_lse=False"),
+            ({"window_left": 3}, "window_left is 3, None is needed"),
+            ({"head_dim": 8, "device": "cpu", "return_max_logit": True}, "return_max_logit is True, False is needed"),
+        ):
+            with self.assertRaisesRegex(Unsupported, f"kernels='mine' honours no such call: {text}"):
+                kernels.refuse(kernel, {"dtype": torch.bfloat16, **settings})
+        of_devices = kernels.find("torch", "meta")
+        kernels.refuse(of_devices, {"dtype": torch.bfloat16, "window_left": 9})
+        with self.assertRaisesRegex(Unsupported, "kernels='torch' .*window_left is 9"):
+            kernels.refuse(of_devices, {"dtype": torch.float32, "window_left": 9})
+
 
 if __name__ == "__main__":
     unittest.main()

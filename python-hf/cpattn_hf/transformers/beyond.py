@@ -66,6 +66,7 @@ def beyond(cp: ContextParallel, kind: type[Any]) -> type[Any]:
 
         def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
             self._share_reference()  # called by __init__
+            _refuse_in_memory(inspect.signature(super()._precompute_ref_logps).bind(*args, **kwargs).arguments)
             return super()._precompute_ref_logps(*args, **kwargs)
 
         def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -118,6 +119,18 @@ def beyond(cp: ContextParallel, kind: type[Any]) -> type[Any]:
 
     Own.__name__, Own.__module__ = kind.__name__, kind.__module__
     return Own
+
+
+def _refuse_in_memory(given: dict[str, Any]) -> None:
+    """One process writes the log-probabilities of a reference into a file beside those of the data set, where the others look for them."""
+    from datasets import is_caching_enabled  # type: ignore[import-not-found, import-untyped, unused-ignore]
+
+    dataset: Any = given.get("dataset")
+    if hasattr(dataset, "cache_files") and not (is_caching_enabled() and dataset.cache_files):
+        raise Unsupported(
+            f"precompute_ref_log_probs is True, and the data set {given.get('name')!r} is in memory: each process would look for the results in a folder of its "
+            "own. Use dataset.save_to_disk(folder) and datasets.load_from_disk(folder), in a folder that all processes see"
+        )
 
 
 def _batches(cp: ContextParallel, kind: type[Any], args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -41,10 +41,13 @@ class Calls:
     _alike: dict[str, Any]
     _all: tuple[int, ...]
     _everyone: Collectives | None
+    _collectives: Collectives | None
     _number: int
 
     def _talk(self) -> Collectives:
-        raise NotImplementedError
+        if self._collectives is None:
+            raise InvalidArgument("this ContextParallel is closed: make another one")
+        return self._collectives
 
     def _keep_hidden(self) -> None:
         raise NotImplementedError

@@ -52,6 +52,13 @@ def refuse_owners(model: Any, members: Sequence[int]) -> None:
         )
 
 
+def refuse_pickle(*_: Any) -> Any:
+    raise Unsupported(
+        "a model with a ContextParallel cannot be copied or pickled (copy.deepcopy, pickle, torch.save of the model): do it before ContextParallel(model) or "
+        "after close(), or save its weights (model.save_pretrained, model.state_dict)"
+    )
+
+
 @contextmanager
 def trial(model: Any) -> Iterator[None]:
     """Inside of it the model runs, also with parameters in parts; afterwards each owner holds its parts as before.

@@ -247,6 +247,9 @@ def pack(inputs: Mapping[str, Any], first: int = 0, shifted: bool = True, skips:
     label of a token is the next one. Raises InvalidArgument and Unsupported."""
     ids = _ids(inputs)
     rows, length = _numbers("input_ids", ids, tuple(ids.shape)).shape
+    if not ids.numel():
+        name = "inputs_embeds" if inputs.get("input_ids") is None else "input_ids"
+        raise InvalidArgument(f"{name} has {rows} rows of {length} tokens, at least one token is needed: leave out an empty batch, on all ranks")
     kept = _mask(inputs.get("attention_mask"), ids)
     places = torch.arange(length, device=ids.device).expand(rows, length)
     starts = places == 0

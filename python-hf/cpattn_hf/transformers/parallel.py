@@ -36,8 +36,9 @@ from .forward import Forward
 from .images import Images
 from .inputs import checked
 from .integrity import Integrity, configs_of
+from .mesh import group_of
 from .mixers import Mixer, Mixers
-from .owners import refuse_owners
+from .owners import refuse_owners, refuse_pickle
 from .pack import TAKEN
 from .pooled import Kept, pools, reader_of
 from .probe import probe
@@ -60,15 +61,17 @@ class ContextParallel(Calls):
     those of this rank's tokens; `gather` returns the logits of all tokens.
 
     `gradients` is how gradients of parameters are combined over the ranks: "mean" (DDP, FSDP, DeepSpeed) or "sum". `replicas` is the
-    number of parts of the group, each with its own batches (data parallel); ranks of a replica are consecutive. `ulysses`, `ring`,
-    `layout`, `layout_parameter`, `workers`, `timeout`, `communicator`, `kernels` are those of `cpattn.torch.Context`. `kernels="model"` are
-    those that the model has (`attn_implementation`). With `tile`, logits exist for `tile` tokens at a time: the loss is the same, and no
-    logits are returned. Layers of Transformers' hybrids that mix tokens outside of attention run on any mesh; `mixers` are functions for other classes of such layers, or instead (Ulysses over all ranks): see docs/training.md.
+    number of parts of the group, each with its own batches (data parallel); ranks of a replica are consecutive. `mesh`, instead of
+    both, is a DeviceMesh with the dimension "cp", whose other dimensions are replicas. `ulysses`, `ring`, `layout`,
+    `layout_parameter`, `workers`, `timeout`, `communicator`, `kernels` are those of `cpattn.torch.Context`. `kernels="model"` are
+    those that the model has (`attn_implementation`). With `tile`, logits exist for `tile` tokens at a time: the loss is the same, and
+    no logits are returned. Layers of Transformers' hybrids that mix tokens outside of attention run on any mesh; `mixers` are
+    functions for other classes of such layers, or instead (Ulysses over all ranks): see docs/training.md.
     With `dropout="position"` each `torch.nn.Dropout` drops by the places of tokens in the batch, so that training does not depend on the
     number of ranks; otherwise each rank draws its own. (Attention drops by places always.)
-    The ranks compare hashes of their models' weights first, of shards with those of ranks that hold the same shards; `compare_weights=False`
-    leaves it out, for weights that something makes equal afterwards (DDP, `deepspeed.initialize` and accelerate's FSDP with
-    `cpu_ram_efficient_loading` send those of rank 0).
+    The ranks compare hashes of their models' weights first, and once more in the first pass, of shards with those of ranks that hold the same ones;
+    `compare_weights=False` leaves it out, for weights that something makes equal afterwards (DDP, `deepspeed.initialize` and accelerate's FSDP
+    with `cpu_ram_efficient_loading` send those of rank 0).
 
     Raises Unsupported for a model that would be wrong, with the reason.
     """
@@ -78,6 +81,7 @@ class ContextParallel(Calls):
         model: Any,
         *,
         group: Members = None,
+        mesh: Any = None,
         replicas: int = 1,
         gradients: str = "mean",
         tile: int = 0,
@@ -100,12 +104,10 @@ class ContextParallel(Calls):
         self._contexts: dict[torch.dtype, Context] = {}
         self._collectives: Collectives | None = None
         self._everyone: Collectives | None = None
+        group, replicas = group_of(mesh, group, replicas)
         self._options, self._group = {"timeout": timeout, "workers": workers, **options}, group
-        self._alike = {
-            **{"group": group, "replicas": replicas, "gradients": gradients, "tile": tile, "vision": vision, "mixers": mixers, "dropout": dropout},
-            "compare_weights": compare_weights,
-            **self._options,
-        }
+        settings = {"replicas": replicas, "gradients": gradients, "tile": tile, "vision": vision, "dropout": dropout, "compare_weights": compare_weights}
+        self._alike = {"group": group, "mixers": mixers, **settings, **self._options}
         transport = GlooTransport(group, timeout=timeout)
         members = self._all = transport.members
         try:
@@ -114,11 +116,10 @@ class ContextParallel(Calls):
                     raise refused("dropout", dropout, "'rank' (each rank draws its own) or 'position' is needed")
                 self._dropouts = ByPlace(model) if dropout == "position" else None
                 self._look(model, members, replicas, gradients, tile, mixers or {}, vision)
-                compare_weights = flag("compare_weights", compare_weights)
-            settings = {"replicas": replicas, "gradients": gradients, "tile": tile, "vision": vision, "dropout": dropout, "compare_weights": compare_weights}
+                self._compare = flag("compare_weights", compare_weights)
             settings |= {"options": sorted(options.items()), "model": type(model).__name__}
             compare_settings(transport, settings)
-            if compare_weights:
+            if self._compare:
                 same_weights(transport, model)
             with refusing(transport):
                 self._try(model)
@@ -140,6 +141,7 @@ class ContextParallel(Calls):
         self.factor = float(self.ranks) if gradients == "mean" else 1.0
         self.last: Forward | None = None
         model._cpattn = self
+        vars(model)["__reduce_ex__"] = refuse_pickle  # pickle would begin with the hooks, and say nothing of them
         self._hook()
 
     def _look(
@@ -147,6 +149,9 @@ class ContextParallel(Calls):
     ) -> None:
         """The checks that need no other rank, and change nothing."""
         ranks = len(members)
+        names = {*keywords(ContextParallel), *CHOSEN, *RUNS, "plans", "own_tokens", "communicator", "kernels"}
+        if unknown := self._options.keys() - names - PlanOptions.__annotations__.keys():
+            raise misspelt("ContextParallel", unknown, names)
         refuse_owners(model, members)
         if gradients not in ("mean", "sum"):
             raise refused("gradients", gradients, "'mean' (DDP, FSDP) or 'sum' is needed")
@@ -185,9 +190,6 @@ class ContextParallel(Calls):
         if self.tile and (self._base is None or self._base is model):
             raise Unsupported(f"tile is {self.tile}: {type(model).__name__} has no base model separate from its head: leave tile out")
         # Invalid options of a plan are refused here, not with the first batch.
-        names = {*keywords(ContextParallel), *CHOSEN, *RUNS, "plans", "own_tokens", "communicator", "kernels"}
-        if unknown := self._options.keys() - names - PlanOptions.__annotations__.keys():
-            raise misspelt("ContextParallel", unknown, names)
         how = {name: value for name, value in self._options.items() if name not in ("plans", "own_tokens", "timeout", "workers", "communicator", "kernels")}
         over_all(Plan([0, 1], world=self.ranks, **self._heads() | how))
 
@@ -230,6 +232,9 @@ class ContextParallel(Calls):
             "all ranks of a group need the same batch. Where each draws its own (random crops or words), cp.trainer(kind, send_batches=True), "
             "or cp.loader(batches) without a trainer, gives all of them that of rank 0"
         )
+        if self._compare:  # with what was added to the model before its first pass, as adapters are
+            same_weights(context.transport, self.model)
+            self._compare = False
         with refusing(context.transport):
             refuse_parallel()
             self._integrity.check()
@@ -377,13 +382,8 @@ class ContextParallel(Calls):
                 self._attend(NAME)
                 self._hook()
 
-    def _talk(self) -> Collectives:
-        if self._collectives is None:
-            raise InvalidArgument("this ContextParallel is closed: make another one")
-        return self._collectives
-
     def __reduce__(self) -> Any:
-        raise Unsupported("a model with a ContextParallel cannot be copied or pickled: copy it before ContextParallel(model) or after close()")
+        return refuse_pickle()
 
     def close(self) -> None:
         """Leaves the group and restores the model's own attention."""
@@ -393,6 +393,7 @@ class ContextParallel(Calls):
             other.close()
         self._restore()
         self.model._cpattn = None
+        vars(self.model).pop("__reduce_ex__", None)
         self._leave()
 
     def _leave(self) -> None:

@@ -71,9 +71,10 @@ class Context(PackedContext, Combining):
     plans. Attention is that kernel's, everything else is operators of PyTorch, and messages are point-to-point batches over the
     group's own backend, on any device that PyTorch has. What a kernel does not honour is refused by name.
 
-    With kernels="cpattn" on CUDA messages go over NCCL: over a communicator of the context's own, or with `communicator="torch"` over that of the process
-    group, which PyTorch owns. Then collectives of the group and calls of the context are enqueued in one order, the same on all
-    ranks, by one thread at a time; after a failure the group is not aborted; and the context is closed before the group is destroyed.
+    With kernels="cpattn" on CUDA messages go over NCCL: over a communicator of the context's own, or with `communicator="torch"` over
+    that of the process group, which PyTorch owns. Then, and with kernels of others, collectives of the group and calls of the context
+    are enqueued in one order, the same on all ranks, by one thread at a time; after a failure the group is not aborted; and the context
+    is closed before the group is destroyed.
 
     Without `ranks_per_node`, nodes are those of torchrun: LOCAL_WORLD_SIZE consecutive global ranks each. A group with different
     numbers of ranks on its nodes is refused, and so are ranks with different numbers, on all ranks; `ranks_per_node=0` treats all links
@@ -100,7 +101,8 @@ class Context(PackedContext, Combining):
         **options: Unpack[PlanOptions],
     ) -> None:
         heads, head_dim = at_least_1("heads", heads), at_least_1("head_dim", head_dim)
-        checked({name: value for name, value in options.items() if name != nodes.ARGUMENT}, heads)  # type: ignore[arg-type]
+        more = ("group", "heads", "head_dim", "dtype", "device", "timeout", "workers", "plans", "own_tokens", "layers", "communicator")
+        checked({name: value for name, value in options.items() if name != nodes.ARGUMENT}, heads, "Context", more)  # type: ignore[arg-type]
         refuse_per_document("", options)
         super().__init__(plans)
         workers = at_least_1("workers", workers)
@@ -345,9 +347,11 @@ class Batch(Heads, Gathering, Packed):
         and kernels compute the listed pairs alone. On the CPU only, without slices.
 
         With `return_lse` it returns o and lse [heads, tokens] (f32; f64 for f64): the natural log-sum-exp of the scores and the sinks,
-        -inf for a query that sees nothing. Both are differentiable; the gradient of a -inf is not used. With `return_max_logit` the
+        -inf for a query that sees nothing. Both are differentiable, with kernels of others on all ranks or on none; the gradient of a
+        -inf is not used. With `return_max_logit` the
         last result is the largest score of each head, [heads] f32 without a gradient, over the pairs that this rank computed (-inf if
-        it computed none): all_reduce with MAX gives that of the batch.
+        it computed none; NaN is left out): all_reduce with MAX gives that of the batch. To clip q and k, scale them where it is above the
+        threshold alone: it may be negative.
 
         Tensors have the context's dtype, except under torch.autocast, where they and o are cast to its dtype.
         """

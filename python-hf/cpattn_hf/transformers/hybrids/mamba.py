@@ -34,7 +34,7 @@ def mamba(layer: Any, documents: Documents, hidden_states: Tensor, **_: Any) -> 
             in_proj=taken["in_proj"],
             conv1d=convolution(layer.conv1d, part, [one]),
             x_proj=x_proj,
-            dt_proj=view(layer.dt_proj, weight=part.rows(layer.dt_proj.weight), bias=part.rows(layer.dt_proj.bias)),
+            dt_proj=_rows(layer.dt_proj, part),
             A_log=part.rows(layer.A_log),
             D=part.rows(layer.D),
             out_proj=same,
@@ -44,6 +44,14 @@ def mamba(layer: Any, documents: Documents, hidden_states: Tensor, **_: Any) -> 
     projections = {"in_proj": (layer.in_proj(hidden_states[0]), [one, one])}
     out: Tensor = layer.out_proj(mix(layer, documents, Layer(width, projections, made, 1)))
     return out
+
+
+def _rows(projection: Any, part: Part) -> Any:
+    """A projection to the channels of a part. Layers multiply with its weight, so with an adapter of PEFT too, whose weight is that of the layer
+    inside; those of quantized models call it."""
+    inside = projection.get_base_layer() if hasattr(projection, "get_base_layer") else projection
+    more = {} if inside is projection else {"forward": lambda x: projection(x)[..., part.begin : part.end]}
+    return view(inside, weight=part.rows(projection.weight), bias=part.rows(projection.bias), **more)
 
 
 def zamba(layer: Any, documents: Documents, hidden_states: Tensor, **_: Any) -> Tensor:

@@ -112,9 +112,9 @@ class Program:
     def _on_streams(self, streams: Streams) -> None:
         lanes, events = {Lane.COMPUTE: streams.current(), Lane.COMMUNICATION: streams.communication}, self._events
         compute, communication = lanes[Lane.COMPUTE], lanes[Lane.COMMUNICATION]
-        begin = events.setdefault(-1, streams.event())
-        begin.record(compute)
-        communication.wait_event(begin)
+        # The communication stream comes after all earlier runs, whatever streams their callers had: they share the workspace.
+        self._after(compute, communication, -1, streams)
+        self._after(communication, compute, -2, streams)
         for at, (op, step) in enumerate(zip(self.schedule.ops, self.steps, strict=True)):
             lane = lanes[op.lane]
             if op.after is not None:
@@ -123,10 +123,20 @@ class Program:
                 if (flight := self._run(at, op, step)) is not None:
                     self._land(at, flight)
             if at in self._awaited:
-                events.setdefault(at, streams.event()).record(lane)
-        end = events.setdefault(-2, streams.event())
-        end.record(communication)
-        compute.wait_event(end)
+                self._event(at, streams).record(lane)
+        self._after(compute, communication, -3, streams)
+        self._after(communication, compute, -4, streams)
+
+    def _event(self, name: int, streams: Streams) -> Any:
+        if name not in self._events:
+            self._events[name] = streams.event()
+        return self._events[name]
+
+    def _after(self, later: Any, earlier: Any, name: int, streams: Streams) -> None:
+        """What comes later in one stream waits for what is in another."""
+        event = self._event(name, streams)
+        event.record(earlier)
+        later.wait_event(event)
 
     def _run(self, at: int, op: Op, step: Any) -> Flight | None:
         if op.kind != OpKind.EXCHANGE:

@@ -188,10 +188,7 @@ class Executor:
         except PeerError as error:
             raise self._fail(error) from error.__cause__
         finally:
-            for at, b in enumerate(buffers.buffers):
-                if b.tensor is not None:
-                    buffers.tensors[at] = _NONE
-            buffers.d_lse = buffers.max_logit = None
+            buffers.release()
             self._lock.release()
 
     def _exact(self) -> AbstractContextManager[Any]:
@@ -246,9 +243,6 @@ class Executor:
             raise InvalidHandle("this rank is closed: make a new one")
         if self._failed:
             raise PeerError(f"the group has failed: make a new context on every rank. Its first error was: {self._failed}")
-
-
-_NONE = torch.empty(0, device="cpu")
 
 
 def dtype_of(name: str, x: Tensor) -> Dtype:

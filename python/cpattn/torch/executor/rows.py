@@ -14,17 +14,21 @@ from torch import Tensor
 
 from ...schedule import Buffer, View
 
+_NONE = torch.empty(0, device="cpu")
+
 Run = tuple[int, int]
 """The first row and the number of rows."""
 
 
 class Buffers:
-    """The tensors of a run by the numbers of their buffers. Views of the workspace, which stay, are kept."""
+    """The tensors of a run by the numbers of their buffers. A view is made once: of the workspace for all runs, of the caller's tensors
+    for one."""
 
     def __init__(self, buffers: Sequence[Buffer]) -> None:
         self.buffers = buffers
-        self.tensors: list[Tensor] = [torch.empty(0)] * len(buffers)
+        self.tensors: list[Tensor] = [_NONE] * len(buffers)
         self._views: dict[View, Tensor] = {}
+        self._of_callers: dict[View, Tensor] = {}
         # What a call may leave out, and so no schedule has.
         self.d_lse: Tensor | None = None
         self.max_logit: Tensor | None = None
@@ -40,11 +44,23 @@ class Buffers:
 
     def at(self, view: View) -> Tensor:
         """Rows and heads of a buffer, [rows, heads, dim]."""
-        if (found := self._views.get(view)) is None:
-            found = self.tensors[view.buffer][view.place]
-            if self.buffers[view.buffer].tensor is None:
-                self._views[view] = found
+        if (found := self._views.get(view)) is None and (found := self._of_callers.get(view)) is None:
+            of = self.buffers[view.buffer]
+            found = self.tensors[view.buffer]
+            if view.rows != of.rows:
+                found = found.narrow(0, view.row, view.rows)
+            if view.heads != of.heads:
+                found = found.narrow(1, view.head, view.heads)
+            (self._views if of.tensor is None else self._of_callers)[view] = found
         return found
+
+    def release(self) -> None:
+        """Lets go of the caller's tensors."""
+        self._of_callers.clear()
+        self.d_lse = self.max_logit = None
+        for at, b in enumerate(self.buffers):
+            if b.tensor is not None:
+                self.tensors[at] = _NONE
 
 
 def joined(runs: Iterable[Run]) -> list[Run]:

@@ -112,7 +112,7 @@ def tables_of(call: Rows) -> Tables:
     q = torch.cat([group.rows for group in call.groups])
     k = torch.unique(torch.cat([keys.rows for group in call.groups for keys in group.keys]))
     begin, end = intervals(call.groups, k.cpu())
-    heads = HeadMap(call.kv.tolist(), call.kv_heads, call.per_q_head)
+    heads = HeadMap(call.kv.tolist(), call.kv_heads, call.per_q_head, device)
     score = score_of(call, q, k)
     return Tables(q, k, mask_of(begin, end, len(k), device), score, heads)
 

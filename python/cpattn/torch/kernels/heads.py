@@ -14,7 +14,7 @@ from torch import Tensor
 class HeadMap:
     """`expands`: k and v are copied for each q head."""
 
-    def __init__(self, of_q: list[int], kv_heads: int, per_q_head: bool, groups: bool = True):
+    def __init__(self, of_q: list[int], kv_heads: int, per_q_head: bool, device: torch.device, groups: bool = True):
         """`of_q` is the kv head of each q head; without `groups` a kernel has as many kv heads as q heads."""
         heads = len(of_q)
         divides = heads % kv_heads == 0 and of_q == [h // (heads // kv_heads) for h in range(heads)]
@@ -22,15 +22,12 @@ class HeadMap:
         self._sums = self.expands and not per_q_head
         # Heads of dk and dv.
         self.kv_heads = heads if per_q_head else kv_heads
-        self._index: dict[torch.device, Tensor] = {}
+        # A run makes no tensor of numbers of the host, for which a device would have to be waited for.
+        self._index = torch.tensor(of_q).to(device)
         self._runs = [(head, self.of_q.index(head), self.of_q.count(head)) for head in sorted(set(self.of_q))]
 
     def expanded(self, x: Tensor) -> Tensor:
-        if not self.expands:
-            return x
-        if x.device not in self._index:
-            self._index[x.device] = torch.tensor(self.of_q, device=x.device)
-        return x.index_select(1, self._index[x.device])
+        return x.index_select(1, self._index) if self.expands else x
 
     def summed(self, gradient: Tensor) -> Tensor:
         """A gradient by q heads as one by kv heads."""

@@ -88,27 +88,28 @@ def refuse(kernel: Kernel, settings: Mapping[str, Any]) -> None:
 
     `settings` has the names of `PlanOptions`, of a call and of a context; those that are missing are not asked for: dtype (of
     PyTorch), device, head_dim, value_dim, heads, kv_heads, window_left, window_right, softcap, alibi_slopes, return_max_logit,
-    dropout, key_indices, deterministic, reproducible, backward."""
+    dropout, key_indices, deterministic, reproducible, backward, lse_gradient."""
     instance("kernel", kernel, Kernel, "a kernel is needed: see cpattn.torch.kernels.find")
-    told = Asked(settings)
-    able, faults = kernel.honours, []
+    told, dtype = Asked(settings), settings.get("dtype")
+    able, faults = (kernel.of(dtype) if dtype is not None else kernel).honours, []
 
     def no(name: str, value: Any, needed: str) -> None:
         faults.append(f"{name} is {value}, {needed}")
 
-    if (dtype := settings.get("dtype")) is not None and dtype not in able.dtypes:
+    if dtype is not None and dtype not in able.dtypes:
         no("dtype", dtype, f"one of {', '.join(map(str, able.dtypes))} is needed")
     if (device := settings.get("device")) is not None and able.devices is not None and torch.device(device).type not in able.devices:
         no("device", device, f"one of {', '.join(able.devices)} is needed")
     head_dim = settings.get("head_dim") or 0
     value_dim = settings.get("value_dim") or head_dim
+    # Other differences of dims, and groups of heads, are padded and expanded outside of the kernel.
     for name, dim in (("head_dim", head_dim), ("value_dim", value_dim)):
         if able.head_dim is not None and dim > able.head_dim:
             no(name, dim, f"at most {able.head_dim} is needed")
-    if value_dim != head_dim and not able.value_dim:
-        no("value_dim", value_dim, f"{head_dim} is needed, as head_dim")
-    if told.number("heads") != told.number("kv_heads") and settings.get("kv_heads") and not able.group:
-        no("kv_heads", settings["kv_heads"], f"{settings.get('heads')} is needed, as heads")
+    if able.head_dim is not None and settings.get("lse_gradient") and not able.takes_delta and head_dim <= able.head_dim >= value_dim:
+        # Its columns: see `packed`.
+        if (needed := value_dim + columns_of_delta(dtype)) > able.head_dim:
+            no("the gradient of lse", "used", f"value_dim of at most {able.head_dim - needed + value_dim} is needed, or return_lse=False")
     for name in ("window_left", "window_right"):
         # Every causal mask is a window with the limit 0 on the right.
         if settings.get(name) is not None and not able.windows and not (name == "window_right" and settings[name] == 0):
@@ -131,6 +132,11 @@ def refuse(kernel: Kernel, settings: Mapping[str, Any]) -> None:
         no("backward", True, "a forward without gradients is needed (torch.no_grad)")
     if faults:
         raise Unsupported(f"kernels={kernel.name!r} honours no such call: {'; '.join(faults)}. {way_out(kernel, settings)}")
+
+
+def columns_of_delta(dtype: torch.dtype | None) -> int:
+    """How many numbers of a type hold one of f32."""
+    return 3 if dtype in HALF else 1
 
 
 @dataclass(frozen=True)

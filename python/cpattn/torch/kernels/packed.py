@@ -20,7 +20,7 @@ from torch import Tensor
 from ...errors import Unsupported
 from ...schedule import Op
 from .heads import HeadMap
-from .kernel import HALF
+from .kernel import columns_of_delta
 from .rectangles import Rectangle, Rectangles, causal, rectangles_of, rows_of_runs
 from .trial import returned, returned_gradients, tried
 
@@ -94,7 +94,7 @@ class ByRectangles:
         self.work, self.kernel, op = work, work.kernel, work.op
         self.able = self.kernel.honours
         tried(self.kernel, work.device, work.dtype)
-        self.heads = HeadMap(work.kv.tolist(), work.k.heads, op.per_q_head, self.able.group)
+        self.heads = HeadMap(work.kv.tolist(), work.k.heads, op.per_q_head, work.device, self.able.group)
         found = rectangles_of(op, in_order=slopes is not None)
         if not self.able.windows:
             found = [part for one in found for part in causal(one)]
@@ -282,11 +282,6 @@ def merged(o: Tensor, lse: Tensor, part: Tensor, logs: Tensor) -> tuple[Tensor, 
     """Two partial results of the same rows, all of which have keys in both: [rows, heads, dim] and [rows, heads]."""
     total = torch.logaddexp(lse, logs)
     return o * (lse - total).exp().unsqueeze(2) + part * (logs - total).exp().unsqueeze(2), total
-
-
-def columns_of_delta(dtype: torch.dtype) -> int:
-    """How many numbers of a type hold one of f32."""
-    return 3 if dtype in HALF else 1
 
 
 def with_delta(d_o: Tensor, delta: Tensor, columns: int) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from ...errors import Unsupported
 from .kernel import HALF, Honours, Kernel
 from .rectangles import Rectangles
-from .varlen import lengths, packed_lse, padded_lse, window
+from .varlen import lengths, packed_lse, padded_lse, places_in_padded, window
 
 CAUSAL_FROM_BOTTOM_RIGHT = 2
 
@@ -35,6 +35,10 @@ class TorchDevice(Kernel):
 class Flash(Kernel):
     name = "torch"
     honours = Honours(dtypes=HALF, head_dim=256, head_dim_multiple=8)
+
+    def prepare(self, call: Rectangles) -> None:
+        if torch.version.hip:
+            places_in_padded(call, call.max_seqlen_q, call.cu_seqlens_q.device)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Rectangles) -> tuple[Tensor, Tensor]:
         left, right = window(call)
@@ -63,6 +67,9 @@ class Efficient(Kernel):
     name = "torch"
     honours = Honours(dtypes=(torch.float32, *HALF), head_dim_multiple=8, value_dim=True, windows=False, group=False)
 
+    def prepare(self, call: Rectangles) -> None:
+        places_in_padded(call, longest(call), call.cu_seqlens_q.device)
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Rectangles) -> tuple[Tensor, Tensor]:
         o, lse, *_ = torch.ops.aten._efficient_attention_forward(
             q[None], k[None], v[None], None, *lengths(call), 0.0, mask_type(call), compute_log_sumexp=True, scale=call.scale
@@ -73,13 +80,17 @@ class Efficient(Kernel):
         self, d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor | None, lse: Tensor, call: Rectangles, delta: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         assert o is not None
-        # As the forward writes it: rows of a sequence in multiples of 32.
-        padded = padded_lse(lse, call, -(-call.max_seqlen_q // 32) * 32)
+        padded = padded_lse(lse, call, longest(call))
         state = torch.zeros((), dtype=torch.int64, device=q.device)
         dq, dk, dv, _ = torch.ops.aten._efficient_attention_backward(
             d_o[None], q[None], k[None], v[None], None, o[None], *lengths(call), padded, 0.0, state, state, mask_type(call), False, scale=call.scale
         )
         return dq[0], dk[0], dv[0]
+
+
+def longest(call: Rectangles) -> int:
+    """Places for the rows of a sequence in lse, as the forward writes it: a multiple of 32."""
+    return -(-call.max_seqlen_q // 32) * 32
 
 
 def mask_type(call: Rectangles) -> int:
