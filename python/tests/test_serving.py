@@ -4,6 +4,7 @@ one after another."""
 
 from __future__ import annotations
 
+import math
 import unittest
 
 import torch
@@ -138,6 +139,27 @@ class Pages(unittest.TestCase):
         ):
             with self.assertRaisesRegex(cpattn.InvalidArgument, words):
                 rank.forward(plan, q=q, k=k, v=k, o=q.clone(), lse=lse, **given)  # type: ignore[arg-type]
+
+
+class LseBase(unittest.TestCase):
+    def test_base_2(self) -> None:
+        """lse to base 2 is a natural one times log2(e), and its backward has the gradients of the same loss."""
+        plan = cpattn.Plan([0, 7], heads=2, head_dim=4, dtype="float64")
+        draw = torch.Generator().manual_seed(3)
+        q, k, v, d_o = (torch.randn(7, 2, 4, generator=draw, dtype=torch.float64) for _ in range(4))
+        d_lse, scale, found = torch.randn(2, 7, generator=draw, dtype=torch.float64), math.log2(math.e), []
+        (rank,) = cpattn.local_group(1)
+        for base, factor in (("natural", 1.0), (cpattn.LseBase.BASE_2, scale)):
+            o, lse, dq, dk, dv = torch.empty_like(q), torch.empty_like(d_lse), *(torch.empty_like(q) for _ in range(3))
+            rank.forward(plan, q=q, k=k, v=v, o=o, lse=lse, lse_base=base)
+            gradients = dict(dq=dq, dk=dk, dv=dv, d_lse=d_lse / factor)
+            rank.backward(plan, q=q, k=k, v=v, o=o, lse=lse, d_o=d_o, lse_base=base, **gradients)
+            found.append([o, lse / factor, dq, dk, dv])
+        for natural, other in zip(*found, strict=True):
+            torch.testing.assert_close(other, natural, rtol=1e-12, atol=1e-13)
+        with self.assertRaisesRegex(cpattn.InvalidArgument, "lse_base is 'ten'"):
+            rank.forward(plan, q=q, k=k, v=v, o=o, lse=lse, lse_base="ten")
+        rank.close()
 
 
 if __name__ == "__main__":
