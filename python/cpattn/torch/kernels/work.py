@@ -80,7 +80,7 @@ class ByRows:
         self.call = Rows(groups, work.kv.to(work.device), work.k.heads, score.scale, score.softcap, bool(op.per_q_head), queries, keys)
         self.kernel.prepare(self.call)
         rows = sum(len(group.rows) for group in groups)
-        self.calls = [{"kernel": self.kernel.name, "rows": rows, "groups": len(groups), "copied": 0}] if groups else []
+        self.calls = [{"kernel": self.kernel.name, "rows": rows, "groups": len(groups)}] if groups else []
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return self.kernel.forward(self.work.mine(q), k, v, self.call)
