@@ -745,7 +745,8 @@ int32_t cpattn_rank_ring_check(cpattn_rank *rank, size_t bytes, cpattn_link *lin
 /* Lends a workspace of `bytes` in the memory of the rank's device (or the CPU). It must be as large as the largest
  * cpattn_plan_workspace and cpattn_plan_all_to_all_workspace of the plans to run. Nothing else may use it until another one
  * is lent, it is taken back or the rank is destroyed; on a device these three wait for enqueued work. NULL and 0 bytes take
- * it back: the rank then allocates its own workspace, as it does without this call. CPATTN_INVALID: one of the two alone. */
+ * it back: the rank then allocates its own workspace, as it does without this call. An address and 0 bytes lend a workspace for
+ * plans that need none. CPATTN_INVALID: NULL with bytes. */
 int32_t cpattn_rank_lend_workspace(cpattn_rank *rank, void *workspace, size_t bytes);
 
 /* Which keys a run of attention reads, and where they lie. Members of other kinds are NULL and 0.

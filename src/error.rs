@@ -6,7 +6,7 @@
 //! understood from a log of a thousand ranks without reading the source.
 
 use alloc::{format, string::String, vec::Vec};
-use core::fmt;
+use core::{fmt, num::NonZeroU64};
 
 /// The result of every fallible call of the crate.
 pub type Result<T, E = Error> = core::result::Result<T, E>;
@@ -109,7 +109,7 @@ impl Label {
     /// What the ranks compare in the run that the call belongs to.
     #[cfg(feature = "std")]
     pub(crate) fn number(self) -> Option<u64> {
-        self.run.and_then(|run| run.fingerprint)
+        self.run.and_then(|run| run.fingerprint).map(NonZeroU64::get)
     }
 
     /// The error of `rank` when `peer` made an exchange with this label fail.
@@ -212,7 +212,7 @@ pub struct RunName {
     pub plan: u64,
     /// The fingerprint that the ranks compare before the run, inside of which transports are called. It is no part of
     /// the name: two runs of one kind and plan may differ in it.
-    pub(crate) fingerprint: Option<u64>,
+    pub(crate) fingerprint: Option<NonZeroU64>,
 }
 
 impl PartialEq for RunName {
@@ -232,7 +232,7 @@ impl RunName {
     /// The same run, in which the ranks compare `fingerprint`.
     #[cfg(feature = "std")]
     pub(crate) const fn comparing(self, fingerprint: u64) -> Self {
-        Self { fingerprint: Some(fingerprint), ..self }
+        Self { fingerprint: NonZeroU64::new(fingerprint), ..self }
     }
 }
 

@@ -8,6 +8,7 @@
 //! An agreement sends a header alone, in the same order of messages: so a rank that exchanges finds a peer that agrees,
 //! and the other way round, with the first header that arrives.
 
+use core::num::NonZeroU64;
 use std::{format, string::String, vec, vec::Vec};
 
 use super::{super::Message, verdict::Verdict};
@@ -141,7 +142,7 @@ impl Header {
             sizes: 0,
             kind: run.map_or(0, |run| place(run.kind)),
             plan: run.map_or(0, |run| run.plan),
-            fingerprint: run.and_then(|run| run.fingerprint).unwrap_or_default(),
+            fingerprint: run.and_then(|run| run.fingerprint).map_or(0, NonZeroU64::get),
         }
     }
 
