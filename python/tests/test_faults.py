@@ -133,7 +133,7 @@ def plans(rank: int, world: int, how: str) -> str:
     q = torch.randn(3, 2, 4, requires_grad=True)
     for batch in batches:
         batch.attention(q, q, q).sum().backward()
-    new = context.batch([0, 2, 9])
+    new = context.batch([0, 2, 3, 9])
     batch = (new if how == "new" else batches[1]) if rank == 1 else batches[0]
     dist.barrier()
     try:
@@ -338,9 +338,17 @@ class Faults(unittest.TestCase):
                 self.assertEqual(numbers[0], numbers[2])
                 self.assertNotEqual(numbers[0], numbers[1])
                 for rank, one in enumerate(said):
+                    self.assertIn("must make the same calls", one)
+                    if how == "new":
+                        # Found at once, by what all ranks compare.
+                        documents = 3 if rank == 1 else 1
+                        self.assertRegex(one, f"rank {rank} runs the forward of 9 tokens in {documents} documents, ")
+                        self.assertIn(one.split()[0], ("1", "02", "1")[rank], one)
+                        for number in numbers[:2]:
+                            self.assertIn(f"({number})", one)
+                        continue
                     for other in numbers[:2]:
                         self.assertIn(f"the forward of plan {other}", one)
-                    self.assertIn("must make the same calls", one)
                     # Of the two that differ, another one; rank 2 meets either.
                     self.assertIn(one.split()[0], ("1", "02", "01")[rank], one)
                     self.assertRegex(one, r"rank 1 (sends|expects|is in) .*rank [02] |rank [02] (sends|expects|is in) .*rank 1 ")
