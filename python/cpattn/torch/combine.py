@@ -66,6 +66,6 @@ class Combining:
         rows, own = rows if to == CombineTo.TOKENS else tokens, own if to == CombineTo.HEADS else heads
         merged = o.new_empty(rows, own, dim, dtype=dtype)
         merged_lse = o.new_empty(own, rows, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
-        given = {} if sinks is None else {"sinks": sinks.detach().contiguous()}
-        self.rank.combine(plan, to, _stream(o), partial_o=_rows(o), partial_lse=lse.detach(), o=merged, lse=merged_lse, **given)
+        sinks = None if sinks is None else sinks.detach().contiguous()
+        self.rank.combine(plan, to, _stream(o), partial_o=_rows(o), partial_lse=lse.detach(), o=merged, lse=merged_lse, sinks=sinks)
         return merged, merged_lse
