@@ -152,8 +152,7 @@ class LseBase(unittest.TestCase):
         for base, factor in (("natural", 1.0), (cpattn.LseBase.BASE_2, scale)):
             o, lse, dq, dk, dv = torch.empty_like(q), torch.empty_like(d_lse), *(torch.empty_like(q) for _ in range(3))
             rank.forward(plan, q=q, k=k, v=v, o=o, lse=lse, lse_base=base)
-            gradients = dict(dq=dq, dk=dk, dv=dv, d_lse=d_lse / factor)
-            rank.backward(plan, q=q, k=k, v=v, o=o, lse=lse, d_o=d_o, lse_base=base, **gradients)
+            rank.backward(plan, q=q, k=k, v=v, o=o, lse=lse, d_o=d_o, dq=dq, dk=dk, dv=dv, d_lse=d_lse / factor, lse_base=base)
             found.append([o, lse / factor, dq, dk, dv])
         for natural, other in zip(*found, strict=True):
             torch.testing.assert_close(other, natural, rtol=1e-12, atol=1e-13)
