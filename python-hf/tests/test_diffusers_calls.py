@@ -198,7 +198,7 @@ def _refusals(rank: int, world: int) -> list[str]:
     check("one token", Unsupported, "hidden_states has 1 tokens", lambda: flux(hidden_states=torch.zeros(1, 1, 4), img_ids=torch.zeros(1, 3)))
     cp.close()
     check("ulysses", InvalidArgument, "ulysses", lambda: make(wan, ulysses=5))
-    check("window", InvalidArgument, "window_left is given", lambda: make(wan, window_left=5))
+    check("window", InvalidArgument, "window_left is no argument of ContextParallel", lambda: make(wan, window_left=5))
     check("parts of the group", InvalidArgument, "all are needed", lambda: make(wan, ulysses=1, ring=1))
     check("plan", InvalidArgument, "has no module there", lambda: make(wan, plan={"there": diffusion.rows_of(1)}))
     check("argument of plan", InvalidArgument, "names rows", lambda: make(wan, plan={"blocks.0": {"rows": wan._cp_plan["blocks.0"]["hidden_states"]}}))
