@@ -6,7 +6,7 @@ import unittest
 
 import torch
 from cpattn.errors import InvalidArgument, Unsupported
-from cpattn.schedule import Band, HeadMap, Mode, OpKind, QRange, Range, Score, View
+from cpattn.schedule import Band, Mode, OpKind, QRange, Range, Score, View
 from cpattn.torch import kernels
 from cpattn.torch.kernels.rectangles import rectangles_of, rows_of_runs
 from doubles import plain
