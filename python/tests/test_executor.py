@@ -29,12 +29,9 @@ from processes import LONG, run, start
 import cpattn
 from cpattn.torch import Context
 
-JOBS = {
-    test_torch: "results kinds strides exchanges gradcheck log_sum_exp shares subgroups second_derivatives",
-    test_slices: "of_layers cross refusals",
-}
+JOBS = {test_torch: "results exchanges gradcheck log_sum_exp shares subgroups second_derivatives", test_slices: "cross refusals"}
 if LONG:
-    JOBS = {test_torch: JOBS[test_torch] + " contexts precision overlaps", test_slices: JOBS[test_slices] + " values drawn"}
+    JOBS = {test_torch: JOBS[test_torch] + " kinds strides contexts precision overlaps", test_slices: "values drawn of_layers cross refusals"}
 
 
 class NotCounted(test_torch.Copies):

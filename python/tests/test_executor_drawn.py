@@ -12,7 +12,6 @@ import unittest
 from typing import Any, NamedTuple
 
 import torch
-from dense import error
 from mail import group, on_all
 from torch import Tensor
 

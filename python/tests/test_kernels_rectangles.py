@@ -6,11 +6,11 @@ import unittest
 
 import torch
 from cpattn.errors import InvalidArgument, Unsupported
-from cpattn.schedule import Band, HeadMap, Mode, OpKind, QRange, Range, Score, View
+from cpattn.schedule import Band, Mode, OpKind, QRange, Range, Score, View
 from cpattn.torch import kernels
 from cpattn.torch.kernels.rectangles import rectangles_of, rows_of_runs
 from doubles import plain
-from kernel_problems import MASKS, NONE, allowed_of, attention_ops, blank, drawn_op, drawn_plan
+from kernel_problems import MASKS, NONE, allowed_of, attention_ops, blank, drawn_band, drawn_op, drawn_plan
 from test_kernels import check
 
 
@@ -81,6 +81,29 @@ class BandsTest(unittest.TestCase):
                     joined += len(one.k) > 1
                 self.assertTrue(torch.equal(counts, allowed.long()), seed)
         self.assertGreater(joined, 300)
+
+    def test_stripes_of_one_period(self):
+        """Long ones, which are cut by residues; short ones are cut by blocks."""
+        residues = 0
+        for seed in range(300):
+            draw = random.Random(seed)
+            block = draw.randint(1, 3)
+            period = block * draw.randint(1, 4)
+            q, k = (Range(0, draw.randint(0, 20), draw.randint(20, 60), block, period, 0) for _ in range(2))
+            band = drawn_band(draw)
+            op = blank(
+                q=View(0, q.len, 0, 0, 1), k=View(0, k.len, 1, 0, 1), v=View(0, k.len, 2, 0, 1), score=Score(1.0, 0.0, draw.choice((NONE, 40)), NONE),
+                ranges=(QRange(q, (0, 0), Mode.ONLY, ((k, band),)),),
+            )  # fmt: skip
+            counts = torch.zeros(q.len, k.len, dtype=torch.long)
+            for one in rectangles_of(op, False):
+                rows, keys = rows_of_runs(one.q), rows_of_runs(one.k)
+                d = torch.arange(one.keys)[None] - torch.arange(one.rows)[:, None] - (one.keys - one.rows)
+                inside = (d >= -(10**6 if one.left is None else one.left)) & (d <= (10**6 if one.right is None else one.right))
+                counts.index_put_((rows[:, None], keys[None]), inside.long(), accumulate=True)
+                residues += any(run.step > 1 for run in one.q) or period > block == 1
+            self.assertTrue(torch.equal(counts, allowed_of(op)[0].long()), seed)
+        self.assertGreater(residues, 100)
 
     def test_causal_ranks_are_one_rectangle_each(self):
         """The diagonal of a rank and what lies before it, in ranges that follow each other or not."""

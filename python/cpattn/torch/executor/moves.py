@@ -19,7 +19,7 @@ from .rows import Buffers, Rows, Run
 
 def blocks(sums: Sequence[Sum], buffers: Sequence[Buffer], device: torch.device) -> list[tuple[Rows, list[Rows]]]:
     """Sums as rows: destinations and sources, part after part."""
-    made = []
+    result = []
     for _, part in groupby(sums, lambda one: one.part):
         alike: dict[tuple[tuple[int, int, int], ...], list[tuple[View, ...]]] = {}
         for one in part:
@@ -31,8 +31,8 @@ def blocks(sums: Sequence[Sum], buffers: Sequence[Buffer], device: torch.device)
                 runs: list[Run] = [(v.row, v.rows) for v in column]
                 columns.append(Rows(buffers[number], number, (head, heads), runs, device))
             if columns[0].count:
-                made.append((columns[0], columns[1:]))
-    return made
+                result.append((columns[0], columns[1:]))
+    return result
 
 
 class Sums:
@@ -51,11 +51,11 @@ def total(parts: Sequence[Tensor]) -> Tensor:
     if len(parts) == 1:
         return parts[0]
     kind = wide(torch.promote_types(parts[0].dtype, parts[1].dtype))
-    made = torch.add(parts[0].to(kind), parts[1])
+    result = torch.add(parts[0].to(kind), parts[1])
     for part in parts[2:]:
-        made = made.double() if part.dtype == torch.float64 and made.dtype != torch.float64 else made
-        made.add_(part)
-    return made
+        result = result.double() if part.dtype == torch.float64 and result.dtype != torch.float64 else result
+        result.add_(part)
+    return result
 
 
 class Merges:

@@ -8,7 +8,7 @@ exchange is under way until the next operation that must come after it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
