@@ -215,7 +215,7 @@ def _projections(rank: int, world: int) -> dict[str, float]:
 
 class Changes(unittest.TestCase):
     def test_refused_by_name(self) -> None:
-        every = processes.run(_changes, 2)
+        every = processes.run(_changes, 2, seconds=200)
         for rank, found in enumerate(every):
             for name, words in (
                 ("set_attn_implementation", "Unsupported: the attention of LlamaForCausalLM is 'sdpa' (set_attn_implementation, config._attn_implementation)"),
@@ -230,18 +230,18 @@ class Changes(unittest.TestCase):
                     self.assertEqual(found[name][1:], ["True", "True"])
 
     def test_adapters_of_peft(self) -> None:
-        for found in processes.run(_peft, 2):
+        for found in processes.run(_peft, 2, seconds=200):
             for name, distances in found.items():
                 with self.subTest(name):
                     self.assertLessEqual(max(distances), 2e-6, distances)
 
     def test_projections(self) -> None:
-        for found in processes.run(_projections, 2):
+        for found in processes.run(_projections, 2, seconds=200):
             for name, far in found.items():
                 self.assertLessEqual(far, 1e-6, name)
 
     def test_small(self) -> None:
-        for found in processes.run(_small, 2):
+        for found in processes.run(_small, 2, seconds=200):
             for name in ("ulyses", "replica", "compare_weight"):
                 self.assertIn(f"{name} is no argument of ContextParallel", found[name])
                 self.assertIn("compare_weights, dropout, gather, gradients, group, ", found[name])
@@ -253,7 +253,7 @@ class Changes(unittest.TestCase):
             self.assertEqual(found["closed"], "True")
 
     def test_mixers(self) -> None:
-        for said in processes.run(_mixers, 2):
+        for said in processes.run(_mixers, 2, seconds=200):
             self.assertIn("something has replaced forward of Mamba2Mixer", said[0])
             self.assertEqual(said[1], "taken")
 

@@ -96,13 +96,13 @@ def _refused(rank: int, world: int) -> dict[str, str]:
 
 class Positions(unittest.TestCase):
     def test_long_documents(self) -> None:
-        for found in processes.run(_long, 2):
+        for found in processes.run(_long, 2, seconds=200):
             for name, (far, distance) in found.items():
                 with self.subTest(name):
                     self.assertTrue(far <= 1e-6 and distance <= 1e-5, (far, distance))
 
     def test_refusals(self) -> None:
-        for found in processes.run(_refused, 2):
+        for found in processes.run(_refused, 2, seconds=200):
             self.assertIn("Llama4ForCausalLM mixes tokens outside of attention, or counts positions itself", found["counts"])
             self.assertEqual(found["does not"], "taken")
             self.assertIn("the longest document has 170 tokens, GPTJForCausalLM has 160 positions", found["table"])

@@ -94,13 +94,13 @@ def _refused(rank: int, world: int) -> dict[str, str]:
 
 class Router(unittest.TestCase):
     def test_answers_one_by_one(self) -> None:
-        for found in processes.run(_results, 2):
+        for found in processes.run(_results, 2, seconds=200):
             for name, (aux, loss, gradients) in found.items():
                 with self.subTest(name):
                     self.assertTrue(aux <= 1e-6 and loss <= 1e-6 and gradients <= 1e-5, (aux, loss, gradients))
 
     def test_refusals(self) -> None:
-        for found in processes.run(_refused, 2):
+        for found in processes.run(_refused, 2, seconds=200):
             self.assertIn("slices are given whose tokens are shared by several answers, and output_router_logits is set", found["no weights"])
             self.assertIn("router_weights has negative numbers", found["negative"])
             self.assertIn("router_weights has the shape (1, 16)", found["another shape"])

@@ -125,7 +125,7 @@ def _orders(rank: int, world: int) -> dict[str, list[float]]:
 class Steps(unittest.TestCase):
     def test_every_order(self) -> None:
         expected = alone()
-        for found in processes.run(_orders, 2, seconds=200):
+        for found in processes.run(_orders, 2, seconds=500):
             for order, losses in found.items():
                 with self.subTest(order):
                     for a, b in zip(losses, expected, strict=True):

@@ -115,7 +115,7 @@ def _added(rank: int, world: int) -> dict[str, str]:
 
 class Weights(unittest.TestCase):
     def test_models_that_differ(self) -> None:
-        for rank, found in enumerate(processes.run(_changes, 4)):
+        for rank, found in enumerate(processes.run(_changes, 4, seconds=200)):
             with self.subTest(rank=rank):
                 for name in ("equal", "tied", "one word, left out", "sharded", "sharded, one word", "replicas"):
                     self.assertEqual(found[name], "taken", name)
@@ -132,7 +132,7 @@ class Weights(unittest.TestCase):
 
     @unittest.skipIf(peft is None, "peft is not installed")
     def test_added_before_the_first_pass(self) -> None:
-        for found in processes.run(_added, 2):
+        for found in processes.run(_added, 2, seconds=200):
             self.assertIn("self_attn.q_proj.lora_A.default.weight differs over the ranks of this group", found.pop("drawn"))
             self.assertEqual(set(found.values()), {"taken"}, found)
 

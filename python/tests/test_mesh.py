@@ -81,7 +81,7 @@ def _meshes(rank: int, world: int) -> dict[str, Any]:
 
 class Mesh(unittest.TestCase):
     def test_meshes(self) -> None:
-        for found in processes.run(_meshes, 4):
+        for found in processes.run(_meshes, 4, seconds=200):
             for name, words in (
                 ("group", "mesh and group is [0, 1, 2, 3] are both given"), ("replicas", "mesh and replicas is 2 are both given"),
                 ("no mesh", "mesh is 4, a torch.distributed.device_mesh.DeviceMesh is needed"), ("no name", "('dp', 'context'), 'cp' is needed"),
