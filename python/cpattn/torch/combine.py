@@ -18,6 +18,7 @@ from .operators import _rows, _stream, on_device
 
 if TYPE_CHECKING:
     from ..rank import Rank
+    from .executor import Executor
 
 # Plans that a context keeps: one for each number of tokens in a step.
 KEPT = 256
@@ -26,7 +27,7 @@ KEPT = 256
 class Combining:
     """The method of a context that merges partial results."""
 
-    rank: Rank
+    rank: Rank | Executor
     number: int
     world: int
     _combines: dict[tuple[Any, ...], Plan]
@@ -66,6 +67,6 @@ class Combining:
         rows, own = rows if to == CombineTo.TOKENS else tokens, own if to == CombineTo.HEADS else heads
         merged = o.new_empty(rows, own, dim, dtype=dtype)
         merged_lse = o.new_empty(own, rows, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
-        sinks = None if sinks is None else sinks.detach().contiguous()
-        self.rank.combine(plan, to, _stream(o), partial_o=_rows(o), partial_lse=lse.detach(), o=merged, lse=merged_lse, sinks=sinks)
+        own_sinks = None if sinks is None else sinks.detach().contiguous()
+        self.rank.combine(plan, to, _stream(o), partial_o=_rows(o), partial_lse=lse.detach(), sinks=own_sinks, o=merged, lse=merged_lse)
         return merged, merged_lse
