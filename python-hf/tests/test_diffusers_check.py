@@ -8,7 +8,6 @@ import unittest
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
 try:
@@ -20,7 +19,6 @@ import diffusion
 import processes
 from cpattn import Disagreement, InvalidArgument, Unsupported
 from cpattn_hf.diffusers import ContextParallel
-from diffusers.models._modeling_parallel import ContextParallelInput
 from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
 from diffusion import BOUND
 from torch.distributed.device_mesh import init_device_mesh

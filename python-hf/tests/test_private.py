@@ -25,6 +25,15 @@ HAS = {
     "_get_default_store": ["torch.distributed.distributed_c10d:"],
     "_get_default_group": ["torch.distributed.distributed_c10d:"],
     "_get_backend": ["torch.distributed:ProcessGroup"],
+    "_get_fsdp_state": ["torch.distributed.fsdp:FSDPModule"],
+    # Of `cpattn.torch.kernels`.
+    "_scaled_dot_product_flash_attention_for_cpu": ["torch:ops.aten"],
+    "_scaled_dot_product_flash_attention_for_cpu_backward": ["torch:ops.aten"],
+    "_flash_attention_forward": ["torch:ops.aten"],
+    "_flash_attention_backward": ["torch:ops.aten"],
+    "_efficient_attention_forward": ["torch:ops.aten"],
+    "_efficient_attention_backward": ["torch:ops.aten"],
+    "_lazy_imports": ["transformers.modeling_flash_attention_utils:"],
     "_attn": [
         "transformers.models.gptj.modeling_gptj:GPTJAttention",
         "transformers.models.codegen.modeling_codegen:CodeGenAttention",
@@ -41,6 +50,9 @@ HAS = {
 }
 # By the names that instances get: a module whose source must have the name.
 WRITTEN = {
+    "_state_ctx": "torch.distributed.fsdp._fully_shard._fsdp_state",
+    "_training_state": "torch.distributed.fsdp._fully_shard._fsdp_state",
+    "_fsdp_param_group": "torch.distributed.fsdp._fully_shard._fsdp_state",
     "_attn_implementation_internal": "transformers.configuration_utils",
     "_tp_size": "transformers.modeling_utils",
     "_gradient_checkpointing_func": "transformers.modeling_layers",
@@ -85,6 +97,8 @@ INSIDE_DIFFUSERS = [
 ]
 WRITTEN_OF_DIFFUSERS = {"_diffusers_hook": "diffusers.hooks.hooks"}
 WRITTEN_OF_DEEPSPEED = {"_z3_leaf": "deepspeed.utils.z3_leaf_module", "_z3_optimizer": "deepspeed.runtime.zero.stage3"}
+# Names that only some versions have, for which the code has another way.
+EITHER = {"_fsdp_param_groups"}
 MODULES = ["torch._library.effects", "torch.utils._python_dispatch", "torch._inductor.virtualized"]
 # Public names inside modules that the documentation of Transformers and TRL does not list.
 INSIDE = [
@@ -137,7 +151,7 @@ def missing(name: str, where: str) -> str | None:
 
 class Private(unittest.TestCase):
     def test_each_name_has_a_row(self) -> None:
-        known = {*HAS, *WRITTEN, *OF_CUDA, *OF_DEEPSPEED, *WRITTEN_OF_DEEPSPEED, *OF_DIFFUSERS, *WRITTEN_OF_DIFFUSERS, *PYTHON}
+        known = {*HAS, *WRITTEN, *OF_CUDA, *OF_DEEPSPEED, *WRITTEN_OF_DEEPSPEED, *OF_DIFFUSERS, *WRITTEN_OF_DIFFUSERS, *EITHER, *PYTHON}
         self.assertEqual([f"{name} at {place}" for name, place in used() if name not in known and not name.startswith("_cpattn")], [])
 
     def test_each_name_is_there(self) -> None:

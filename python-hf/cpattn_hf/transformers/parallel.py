@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from cpattn.arguments import attempt, flag, refused, whole
 from cpattn.arguments import keywords, misspelt, named

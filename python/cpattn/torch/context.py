@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..arguments import attempt, flag, instance, one_of, refused, whole
 from .._signature import named
-from ..errors import Error, InvalidArgument, Unsupported
+from ..errors import Error, InvalidArgument
 from ..packing import Packed, PackedContext, Packing, kind_of, over_all, sinks_of
 from ..options import CHOSEN, RUNS, Circulate, Layout, PlanOptions, Side, at_least_1, checked, kinds_of
 from ..plan import Plan

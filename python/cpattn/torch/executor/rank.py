@@ -134,7 +134,7 @@ class Executor:
     def _program(self, plan: Plan, direction: Direction, lse_gradient: bool = False, compare: bool = True) -> Program:
         def make() -> tuple[Schedule, Attention]:
             dtype = TORCH_DTYPES[plan.dtype]
-            backward = {"backward": True} if direction == Direction.BACKWARD else {}
+            backward = {"backward": True, "lse_gradient": lse_gradient} if direction == Direction.BACKWARD else {}
             refuse(self.kernel, {**settings_of(plan), **backward, "device": self.device, "dtype": dtype})
             return plan.schedule(self.network.rank, direction), Attention(self.kernel, dtype, slopes_of(plan), lse_gradient)
 
