@@ -62,7 +62,7 @@ fn the_table_of_the_docs_is_that_of_the_code() {
     let table = table();
     assert!(docs.contains(&table), "docs/support.md does not have this table:\n\n{table}");
     for (option, mode, limit, way_out) in CLASHES {
-        let (limit, way_out) = (format!("{limit}"), format!("{way_out}"));
+        let (limit, way_out) = (limit.to_string(), way_out.to_string());
         assert!(docs.contains(&*limit) && docs.contains(&*way_out), "docs/support.md: {option:?} {}", mode.place());
     }
 }
