@@ -315,8 +315,8 @@ class Refusals(unittest.TestCase):
                 return "clone"
 
         store = Store()
-        for store.seconds, said in ((0.0, 0), (1.0, 1)):  # type: ignore[attr-defined]
-            with mock.patch.object(gloo, "SLOW", 0.3), warnings.catch_warnings(record=True) as caught:
+        for store.seconds, slow, said in ((0.0, 60.0, 0), (3.0, 0.3, 1)):  # type: ignore[attr-defined]
+            with mock.patch.object(gloo, "SLOW", slow), warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 self.assertEqual(gloo.another(store), "clone")
             self.assertEqual(len(caught), said)

@@ -75,7 +75,7 @@ struct Waits<'a> {
     /// By header: whether a thread waits for it, or has.
     claimed: Vec<AtomicBool>,
     all: &'a [Arriving],
-    /// The first failure of a thread beside the calling one.
+    /// The first failure.
     stop: Mutex<Option<Stop>>,
     over: Mutex<bool>,
     ended: Condvar,
@@ -119,7 +119,7 @@ fn wait_for_all<E: Engine>(
             }
         }
     };
-    let outcome = thread::scope(|scope| {
+    thread::scope(|scope| {
         let (waits, beside) = (&waits, &beside);
         if all.len() > 1 {
             // A thread that is not there is not needed.
@@ -143,14 +143,16 @@ fn wait_for_all<E: Engine>(
             check(one)
         });
         waits.end();
-        // The other threads wait for messages that may never come.
-        outcome.inspect_err(end)
+        if let Err(stop) = outcome {
+            let mut first = waits.stop.lock().unwrap_or_else(PoisonError::into_inner);
+            // The first failure is the cause, since the others' waits end with the engine; a difference says more.
+            if first.is_none() || matches!((&*first, &stop), (Some(Stop::Failed(_)), Stop::Differs(_))) {
+                // The other threads wait for messages that may never come.
+                end(first.insert(stop));
+            }
+        }
     });
-    // What a thread has found is the cause; the wait of this one has then ended with the engine.
-    match waits.stop.into_inner().unwrap_or_else(PoisonError::into_inner) {
-        Some(stop) if !matches!(outcome, Err(Stop::Differs(_))) => Err(stop),
-        _ => outcome,
-    }
+    waits.stop.into_inner().unwrap_or_else(PoisonError::into_inner).map_or(Ok(()), Err)
 }
 
 impl Waits<'_> {
