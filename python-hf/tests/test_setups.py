@@ -107,7 +107,7 @@ def _groups(rank: int, world: int, file: str) -> tuple[float, float] | None:
     _refused("communicator is 'torch', 'own' is needed on cpu", built, communicator="torch")
     _refused("communicator is 'torch' and replicas is 2, 1 is needed", built, communicator="torch", replicas=2)
     _refused("communicator is 'nccl', 'own' or 'torch' is needed", built, communicator="nccl")
-    _refused("sequence_parallel_size is not an option", built, sequence_parallel_size=2)
+    _refused("sequence_parallel_size is no argument of ContextParallel", built, sequence_parallel_size=2)
     # On a device the context gets the process group that was given, and not its ranks.
     with mock.patch("cpattn_hf.transformers.parallel.Context", side_effect=Unsupported("as on a device")) as made:
         _refused("as on a device", built, group=dist.group.WORLD, communicator="torch")

@@ -20,7 +20,6 @@ from ._signature import resolved
 from .errors import InvalidArgument
 
 __all__ = [
-    "Slice",
     "block_causal",
     "block_diffusion",
     "checked",

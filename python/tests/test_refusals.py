@@ -48,7 +48,7 @@ class Other(enum.IntEnum):
 
 
 # Arguments that are members of an enum or their names: a bare number may be another argument.
-CHOICES = ("side", "direction", "to", "dtype", "partial", "isa", "kind", "layout", "circulate", "circulate_forward", "wire", "gather")
+CHOICES = ("side", "direction", "to", "dtype", "partial", "isa", "kind", "layout", "circulate", "circulate_forward", "wire", "gather", "lse_base")
 
 WRONG: dict[str, Any] = {
     "none": None,
@@ -107,7 +107,7 @@ def rows() -> dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str]
     plan = cpattn.Plan([0, 5], 3, 4)
     machine = (Path(__file__).parents[2] / "machines/cpu_host.machine").read_text()
     q, lse, ids, address = torch.zeros(5, 3, 4), torch.zeros(3, 5), torch.zeros(5, dtype=torch.int64), batch.tokens.data_ptr()
-    forward = {"plan": plan, "stream": None, **{name: q.clone() for name in "qkvo"}, "lse": lse, "sinks": None}
+    forward = {"plan": plan, "stream": None, **{name: q.clone() for name in "qkvo"}, "lse": lse, "sinks": None, "lse_base": "natural"}
     inputs, local = dict.fromkeys("qkv", q), {"rank": 0, "side": "q", "whole": q, "local": q.clone()}
     message, event = {"peer": 0, "address": address, "bytes": 8}, cpattn.Event(0, 0, "attend", "forward", 0, 0, 1, 8)
     exchange = {"operation": "ring", "step": 0, "sends": [], "recvs": [], "stream": None}
@@ -158,7 +158,7 @@ def rows() -> dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str]
                           {"stream": "none", "sinks": "none", "dsinks": "none", "d_lse": "none", "dropout_seed": "none", "key_indices": "none"}),
         "Rank.to_heads": (rank.to_heads, exchanged, {"stream": "none", **called_from}),
         "Rank.to_tokens": (rank.to_tokens, exchanged, {"stream": "none", **called_from}),
-        "Rank.combine": (rank.combine, {"plan": plan, "to": "all", "stream": None, "partial_o": q, "partial_lse": lse, "o": q.clone(), "lse": lse.clone(), "sinks": None},
+        "Rank.combine": (rank.combine, {"plan": plan, "to": "all", "stream": None, "partial_o": q, "partial_lse": lse, "o": q.clone(), "lse": lse.clone(), "sinks": None, "lse_base": "natural"},
                          {"stream": "none", "sinks": "none"}),
         "Rank.check_ring": (rank.check_ring, {"bytes": 8}, {}),
         "Rank.record": (rank.record, {"capacity": 8}, {}),
@@ -174,6 +174,7 @@ def rows() -> dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str]
         "peer_group": (cpattn.peer_group, {"devices": [0], **deadline}, {}),
         "ranks_per_node": (cpattn.ranks_per_node, {"nodes": [0, 0]}, {}),
         "ring.table": (cpattn.ring.table, {"links": [], "slow": 3.0}, {"slow": "float negative huge"}),
+        "slices.checked": (s.checked, {"name": "slices", "slices": made}, {"name": " ".join(WRONG)}),  # a name is for the error alone
         "slices.block_causal": (s.block_causal, {"cu_seqlens": [0, 5], "block": 2}, {}),
         "slices.block_diffusion": (s.block_diffusion, {"tokens": 5, "block": 2}, {}),
         "slices.chunks": (s.chunks, {"cu_seqlens": [0, 5], "chunk": 2}, {}),
@@ -192,6 +193,7 @@ def rows() -> dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str]
             **optional, "dropout_p": "none", "dropout_seed": "none", "key_indices": "none", **dict.fromkeys(told[:3], "none"), "return_lse": "truth", "return_max_logit": "truth"}),
         "torch.Batch.gather": (batch.gather, {"x": q, "side": "k", **window}, dict.fromkeys(window, "none")),
         "torch.Batch.halo": (batch.halo, {"x": q, "taps": 2}, {}),
+        "torch.Batch.explain": (batch.explain, {"kernels": "math"}, {"kernels": "none"}),
         "torch.Batch.halo_reads": (batch.halo_reads, {"taps": 2}, {}),
         "torch.Batch.reads": (batch.reads, {"side": "k", **window}, dict.fromkeys(window, "none")),
         "torch.Batch.labels": (batch.labels, {"ids": ids, "ignore": -100}, {"ignore": "negative truth"}),
@@ -202,10 +204,12 @@ def rows() -> dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str]
         "torch.Batch.to_tokens": (batch.to_tokens, {"x": q, "side": "q", **of}, dict.fromkeys(of, "none")),
         "torch.Batch.with_slices": (batch.with_slices, {"slices": made}, {}),
         "torch.Context": (cpattn.torch.Context, {"group": None, **shape, "dtype": torch.float32, "device": "cpu", "timeout": 5.0, "workers": 1,
-                                                 "plans": 1, "own_tokens": True, "layers": (), "communicator": "own"} | options, optional | {"group": "none", "timeout": "float", "own_tokens": "truth"}),
+                                                 "plans": 1, "own_tokens": True, "layers": (), "communicator": None, "kernels": None} | options,
+                          optional | {"group": "none", "timeout": "float", "own_tokens": "truth", "communicator": "none", "kernels": "none"}),
         "torch.Context.batch": (context.batch, {"cu_seqlens": [0, 5], **many}, no_slices),
         "torch.Context.combine": (context.combine, {"o": q, "lse": lse, "to": "all", "sinks": None, "dtype": None}, {"sinks": "none", "dtype": "none"}),
         "torch.Context.plan": (context.plan, {"cu_seqlens": [0, 5]}, {}),
+        "torch.Context.use_collectives": (context.use_collectives, {"collectives": context.collectives()}, {}),
         "torch.Context.record": (context.record, {"capacity": 8}, {}),
         "torch.GlooTransport": (cpattn.torch.GlooTransport, {"group": None, "timeout": 5.0}, {"group": "none", "timeout": "float"}),
         "torch.dropout_mask": (cpattn.torch.dropout_mask, {"p": 0.5, "seed": 1, "heads": 2, "q_tokens": 5, "k_tokens": 5}, {"k_tokens": "none"}),

@@ -544,7 +544,7 @@ def refusals(rank: int, world: int) -> None:
     refused(cpattn.InvalidArgument, "dtype is torch.int32", Context, **shape, dtype=torch.int32)
     refused(cpattn.InvalidArgument, "timeout is 0", Context, **shape, timeout=0)
     refused(cpattn.InvalidArgument, "heads is 0", Context, **{**shape, "heads": 0})
-    refused(cpattn.InvalidArgument, "nonsense is no argument of Context; its arguments are .*communicator", Context, **shape, nonsense=1)
+    refused(cpattn.InvalidArgument, "nonsense is no argument of Context; its arguments are alibi_slopes, circulate, circulate_forward, communicator, ", Context, **shape, nonsense=1)
     # Found before anything waits for another rank.
     for words, options in (
         ("heads is 2.5, a whole number is needed", {"heads": 2.5}),

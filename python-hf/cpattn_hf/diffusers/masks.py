@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cpattn.errors import InvalidArgument, Unsupported
-from cpattn.slices import Slice
+from cpattn import Slice
 
 # What is added to the score of a hidden key, at most: -10000 in bfloat16 is -9984.
 HIDDEN = -9000.0

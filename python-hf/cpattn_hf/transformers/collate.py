@@ -17,7 +17,8 @@ from torch import Tensor
 
 from cpattn.arguments import attempt, listed, refused
 from cpattn.errors import InvalidArgument
-from cpattn.slices import Slice, checked, moved, tree
+from cpattn import Slice
+from cpattn.slices import checked, moved, tree
 
 
 def encode_slices(slices: Iterable[Slice]) -> Tensor:

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from cpattn import UNLIMITED
 from cpattn.errors import InvalidArgument, Unsupported
-from cpattn.slices import Slice
+from cpattn import Slice
 
 # The number of keys before its own key that a query sees, and the number of keys after it (0: causal).
 Window = tuple[int, int]

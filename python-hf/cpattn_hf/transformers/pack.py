@@ -20,7 +20,8 @@ from torch.nn import functional as F
 
 from cpattn.arguments import attempt, refused
 from cpattn.errors import InvalidArgument, Unsupported
-from cpattn.slices import Slice, checked
+from cpattn import Slice
+from cpattn.slices import checked
 from .masks import ARGUMENTS
 
 # Arguments of a forward call for the ends of documents. The first three have the ends, each the same if several are given.

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cpattn import UNLIMITED
 from cpattn.errors import InvalidArgument, Unsupported
-from cpattn.slices import Slice
+from cpattn import Slice
 from cpattn.torch import Batch
 from .masks import Blocks, Expression, Parts, Window, chunked, has, slices_of
 from .pack import Pack

@@ -115,7 +115,7 @@ class Context(PackedContext, Combining):
             raise InvalidArgument(f"layers and {chosen[0]} are both given, but layers choose {chosen[0]}: leave one of them out")
         if (known := attempt(DTYPES.get, dtype)) is None:
             raise refused("dtype", dtype, f"one of {', '.join(map(str, DTYPES))} is needed")
-        if isinstance(device, bool) or (on := attempt(torch.device, device)) is None:
+        if isinstance(device, bool | enum.Enum) or (on := attempt(torch.device, device)) is None:
             raise refused("device", device, "a device of PyTorch is needed, such as cpu or cuda")
         self.dtype, self.device, self.workers = dtype, on, workers
         kernels = choice.checked(kernels, on, workers)
@@ -242,7 +242,7 @@ class Context(PackedContext, Combining):
     def use_collectives(self, collectives: Collectives) -> None:
         """Takes a group that is already there for rows of other ranks, so that one group serves all contexts of a model. Whoever made it
         closes it, after this context."""
-        self._collectives, self._own_collectives = collectives, False
+        self._collectives, self._own_collectives = instance("collectives", collectives, Collectives), False
 
     def record(self, capacity: int = 1 << 16) -> None:
         """Starts to record this rank's operations, at most `capacity` of them, for `trace`."""
