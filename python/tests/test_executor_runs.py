@@ -31,7 +31,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 def plan_of(options: dict[str, Any]) -> Plan:
-    return Plan(CU, HEADS, DIM, kv_heads=KV, world=4, **options)
+    return Plan(CU, HEADS, DIM, kv_heads=KV, **({"world": 4} | options))
 
 
 def tensors(plan: Plan, number: int) -> dict[str, Tensor]:
@@ -201,6 +201,58 @@ class Runs(unittest.TestCase):
         plan = Plan(CU, HEADS, DIM, kv_heads=KV)
         with self.assertRaisesRegex(ValueError, "a kernel's own words"):
             step(plan, 0, rank, tensors(plan, 0))
+
+    def test_a_kernel_that_raises_in_the_middle(self) -> None:
+        """Messages of the run are under way: neither rank may run again, since the next run would get them."""
+        plan = plan_of(OPTIONS[0] | {"ring": 2, "world": 2})
+
+        class Broken(Math):
+            calls = 0
+
+            def forward(self, *arguments: Any) -> Any:
+                self.calls += 1
+                if self.calls == at:
+                    raise kind("a kernel's own words")
+                return super().forward(*arguments)
+
+        def job(number: int, rank: Executor) -> None:
+            made = tensors(plan, number)
+            if number == 1:
+                rank.kernel = Broken()
+                with self.assertRaisesRegex(kind, "a kernel's own words"):
+                    step(plan, number, rank, made)
+                expected = "the group has failed.*first error was: .*a kernel's own words"
+            else:
+                with self.assertRaises(cpattn.PeerError):
+                    for _ in range(2):
+                        step(plan, number, rank, made)
+                expected = ""
+            for _ in range(2):
+                with self.assertRaisesRegex(cpattn.PeerError, expected):
+                    step(plan, number, rank, made)
+
+        for at, kind in ((1, ValueError), (2, torch.OutOfMemoryError), (2, KeyboardInterrupt)):
+            with self.subTest(at=at, kind=kind):
+                on_all(group(2, MATH), job)
+
+    def test_streams_are_joined_after_an_error(self) -> None:
+        """The caller's tensors are let go of when neither stream uses them any more."""
+        plan, log = plan_of(OPTIONS[0] | {"ring": 1, "world": 1}), []
+
+        class Broken(Math):
+            def forward(self, *_: Any) -> Any:
+                raise ValueError("a kernel's own words")
+
+        rank = group(1, Broken())[0]
+        compute, communication = (Stream(lane, log) for lane in (Lane.COMPUTE, Lane.COMMUNICATION))
+        rank._streams = Streams(communication, Event, lambda: compute)
+        rank._workspace.record_stream = lambda stream: None  # type: ignore[method-assign]
+        rank._room = lambda size: None  # type: ignore[method-assign]
+        rank._workspace = torch.empty(plan.workspace(0, cpattn.Direction.FORWARD), dtype=torch.uint8)
+        with self.assertRaises(ValueError):
+            step(plan, 0, rank, tensors(plan, 0))
+        self.assertEqual([entry[:2] for entry in log[-4:]], [("record", Lane.COMMUNICATION), ("wait", Lane.COMPUTE), ("record", Lane.COMPUTE), ("wait", Lane.COMMUNICATION)])
+        self.assertIn("enter", [what for what, *_ in log])
 
     def test_explained(self) -> None:
         """The calls of a kernel, what is done outside, and what it does not honour."""

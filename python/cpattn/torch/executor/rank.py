@@ -106,6 +106,9 @@ class Executor:
             self.network.all_to_all(to, sent, arriving, leaving, 1)
         except RuntimeError as error:
             raise self._fail(PeerError(f"gathering rows failed on rank {self.network.rank}: {error}")) from error
+        except BaseException as error:
+            self._give_up(error)
+            raise
 
     def record(self, capacity: int) -> None:
         raise Unsupported(f"record is of cpattn's kernels, and kernels is {self.kernel.name!r}: use torch.profiler")
@@ -177,16 +180,21 @@ class Executor:
     def _run(self, program: Program, tensors: Mapping[str, Tensor | None], d_lse: Tensor | None = None, max_logit: Tensor | None = None) -> None:
         if not self._lock.acquire(blocking=False):
             raise Busy(f"a call of another thread uses rank {self.network.rank} of the context: make one call at a time")
-        buffers = program.buffers
+        buffers, begun = program.buffers, False
         try:
             self._bind(program, tensors)
             buffers.d_lse, buffers.max_logit = d_lse, max_logit
             self._room(program.schedule.workspace_bytes)
             program.place(self._workspace)
             with torch.no_grad(), self._exact():
+                begun = program.sends
                 program.run(self._streams)
         except PeerError as error:
             raise self._fail(error) from error.__cause__
+        except BaseException as error:
+            if begun:
+                self._give_up(error)
+            raise
         finally:
             buffers.release()
             self._lock.release()
@@ -223,6 +231,13 @@ class Executor:
                 self._workspace = torch.empty(size, dtype=torch.uint8, device=self.device)
                 if self._streams is not None:
                     self._workspace.record_stream(self._streams.communication)
+
+    def _give_up(self, error: BaseException) -> None:
+        """After an error of this rank in a run that other ranks take part in, such as a kernel's: its messages may be under way, and
+        would be taken for those of a later run. So this rank's later calls are refused, and the other ranks are told."""
+        self._failed = f"{type(error).__name__}: {error}"
+        with suppress(Error):
+            self.transport.abort()
 
     def _fail(self, error: PeerError) -> PeerError:
         """The error with what the transport knows, which may be the rank at fault. This rank's later calls are refused."""
