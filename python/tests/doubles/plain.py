@@ -25,6 +25,7 @@ def sequences(cu_q, cu_k, q, k, max_q=None, max_k=None):
 
 def scores(q, k, scale, left, right, softcap, slopes):
     """Scores [heads, rows, keys] of one sequence, and their derivative by the product. A limit less than 0 is none."""
+    assert scale > 0, "the largest product is not the largest score"
     d = torch.arange(len(k))[None] - torch.arange(len(q))[:, None] - (len(k) - len(q))
     s = torch.einsum("qhd,khd->hqk", q, k) * scale
     slope = torch.full_like(s, scale)
