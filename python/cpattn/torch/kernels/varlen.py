@@ -9,7 +9,7 @@
 
 Limits count from the bottom-right corner, -1 is none, and (-1, 0) a causal mask. lse is [heads, rows] in natural logarithms and f32; the
 padded [sequences, heads, longest] is taken too. `softcap=`, `alibi_slopes=` and `deterministic=` are given to a kernel that honours
-them. The backward computes delta as rowsum(o·d_o).
+them. Slopes must subtract slope·|i + keys - rows - j| from a score: a number added to all scores of a row is in lse. The backward computes delta as rowsum(o·d_o).
 """
 
 from __future__ import annotations
