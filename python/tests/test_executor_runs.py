@@ -166,6 +166,10 @@ class Runs(unittest.TestCase):
         for words, options in (("reproducible is True", {"reproducible": True}), ("dropout is 0.1", {"dropout": 0.1})):
             with self.assertRaisesRegex(cpattn.Unsupported, words):
                 rank.forward(Plan(CU, HEADS, DIM, kv_heads=KV, **options), **made)  # type: ignore[arg-type]
+        for name in ("sinks", "lse_base", "block_table", "nonsense"):
+            with self.assertRaisesRegex(cpattn.InvalidArgument, f"{name} is set, None is needed: this plan with kernels='math' has only k, lse, o, q, v"):
+                rank.forward(plan, **made, **{name: torch.zeros(HEADS, 1)})
+            rank.forward(plan, **made, **{name: None})
         with self.assertRaisesRegex(cpattn.Unsupported, "key_indices is set"):
             rank.forward(plan, **made, key_indices=torch.zeros(64, 1, 3, dtype=torch.int32))
         rank.forward(plan, **made)

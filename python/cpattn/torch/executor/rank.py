@@ -206,7 +206,13 @@ class Executor:
         return torch.autocast(kind, enabled=False) if on else nullcontext()
 
     def _bind(self, program: Program, tensors: Mapping[str, Tensor | None]) -> None:
-        """Gives a program the tensors of a call. They must be as the plan says."""
+        """Gives a program the tensors of a call. They must be as the plan says, and the plan must have them."""
+        known = {b.tensor.name.lower() for b in program.schedule.buffers if b.tensor is not None}
+        if unknown := sorted(name for name, tensor in tensors.items() if tensor is not None and name not in known):
+            raise InvalidArgument(
+                f"{unknown[0]} is set, None is needed: this plan with kernels={self.kernel.name!r} has only {', '.join(sorted(known))}. Leave it out, "
+                "or see PlanOptions for what makes a plan have it"
+            )
         for at, b in enumerate(program.schedule.buffers):
             if b.tensor is None:
                 continue
