@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import types
 import unittest
+import unittest.mock
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import cpattn
 from cpattn import Plan, Side
 from cpattn.schedule import Lane
+from cpattn.torch import choice
 from cpattn.torch.executor import Executor, explain
 from cpattn.torch.executor.partials import merge
 from cpattn.torch.executor.program import Streams
@@ -173,6 +176,36 @@ class Runs(unittest.TestCase):
         with self.assertRaisesRegex(cpattn.Unsupported, "key_indices is set"):
             rank.forward(plan, **made, key_indices=torch.zeros(64, 1, 3, dtype=torch.int32))
         rank.forward(plan, **made)
+
+    def test_a_capture_is_refused(self) -> None:
+        """Before anything is compared or allocated; by the module of the device."""
+        plan, rank = Plan(CU, HEADS, DIM, kv_heads=KV), group(1, MATH)[0]
+        rank._streams = Streams(None, Event, lambda: None)
+        module = types.SimpleNamespace(is_current_stream_capturing=lambda: True)
+        with unittest.mock.patch("torch.get_device_module", lambda device: module):
+            for call in (lambda: step(plan, 0, rank, tensors(plan, 0)), lambda: rank.exchange(torch.empty(1), torch.empty(1), [1], [1])):
+                with self.assertRaisesRegex(cpattn.Unsupported, "a graph is captured on cpu, which kernels='math' cannot be in: .* outside of the capture"):
+                    call()
+        self.assertFalse(rank._programs)
+        rank._streams = None
+        step(plan, 0, rank, tensors(plan, 0))
+
+    def test_groups_of_an_ended_default_group(self) -> None:
+        """An id may be that of an earlier group; none of its groups is used again."""
+        made: list[object] = []
+
+        def new_group(*_: Any, **__: Any) -> object:
+            made.append(object())
+            return made[-1]
+
+        fake = types.SimpleNamespace(group=types.SimpleNamespace(WORLD=object()), get_world_size=lambda: 4, new_group=new_group, ProcessGroup=torch.distributed.ProcessGroup)
+        with unittest.mock.patch.multiple(choice, create=True, dist=fake, members_of=tuple, id=lambda _: 1, _groups=type(choice._groups)()):
+            first = choice.process_group([0, 2])
+            self.assertIs(choice.process_group([0, 2]), first)
+            self.assertIsNot(choice.process_group([0, 1]), first)
+            fake.group.WORLD = object()
+            self.assertIsNot(choice.process_group([0, 2]), first)
+        self.assertEqual(len(made), 3)
 
     def test_other_ranks_hear_of_a_refusal(self) -> None:
         """One rank's plan is refused, or another one: all ranks raise before anything moves, and go on."""

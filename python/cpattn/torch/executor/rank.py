@@ -101,7 +101,7 @@ class Executor:
 
     def exchange(self, to: Tensor, sent: Tensor, arriving: list[int], leaving: list[int]) -> None:
         """Sends parts of a tensor, of these lengths, to each rank, and receives one from each, for `gather`."""
-        self._check_open()
+        self._check_call()
         try:
             self.network.all_to_all(to, sent, arriving, leaving, 1)
         except RuntimeError as error:
@@ -145,7 +145,7 @@ class Executor:
 
     def _made(self, plan: Plan, key: Any, make: Callable[[], tuple[Schedule, Attention | None]], compare: bool = True) -> Program:
         """The program of a plan. Its first run compares the plans of the ranks."""
-        self._check_open()
+        self._check_call()
         of_plan, name = self._programs.setdefault(plan, {}), name_of(plan, key)
         if (program := of_plan.get(key)) is None:
             try:
@@ -259,6 +259,14 @@ class Executor:
             self.transport.abort()
         return found
 
+    def _check_call(self) -> None:
+        self._check_open()
+        if self._streams is not None and capturing(self.device):
+            raise Unsupported(
+                f"a graph is captured on {self.device}, which kernels={self.kernel.name!r} cannot be in: a run uses memory and compares plans that the graph "
+                "would not keep. Call it outside of the capture"
+            )
+
     def _check_open(self) -> None:
         if self._closed:
             raise InvalidHandle("this rank is closed: make a new one")
@@ -276,6 +284,12 @@ def dtype_of(name: str, x: Tensor) -> Dtype:
 def of_lse(lse: Tensor) -> Tensor:
     """[heads, tokens] as the rows of a schedule, [tokens, heads, 1]."""
     return lse.detach().t().unsqueeze(2)
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether the current stream of a device is captured into a graph."""
+    asked = getattr(torch.get_device_module(device.type), "is_current_stream_capturing", None)
+    return asked is not None and bool(asked())
 
 
 def name_of(plan: Plan, key: Any) -> int:
