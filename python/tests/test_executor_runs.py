@@ -130,6 +130,39 @@ class Runs(unittest.TestCase):
 
         on_all(group(4, MATH), job)
 
+    def test_a_workspace_that_grows(self) -> None:
+        """No program holds an earlier one."""
+        rank = group(1, MATH)[0]
+        plans = [Plan([0, tokens], HEADS, DIM, kv_heads=KV) for tokens in (8, 40, 200)]
+        for plan in plans:
+            step(plan, 0, rank, tensors(plan, 0))
+            address = rank._workspace.data_ptr()
+            for program in [program for of_plan in rank._programs.values() for program in of_plan.values()]:
+                views = [*program.buffers._views.values(), *(x for x, b in zip(program.buffers.tensors, program.buffers.buffers, strict=True) if b.tensor is None)]
+                for x in views:
+                    assert not x.numel() or x.untyped_storage().data_ptr() == address
+        self.assertEqual(len({plan.workspace(0, cpattn.Direction.BACKWARD) for plan in plans}), 3)
+        for plan in plans:
+            step(plan, 0, rank, tensors(plan, 0))
+
+    def test_another_default_device(self) -> None:
+        """What is made without a device would be there, as in models that are built on meta."""
+        for name in ("math", "torch"):
+            for options in ({}, {"window_left": 7}, {"layout": "striped", "layout_parameter": 3}):
+                plan, results = Plan(CU, HEADS, DIM, kv_heads=KV, **options), []  # type: ignore[arg-type]
+                made = tensors(plan, 0)
+                for device in ("cpu", "meta"):
+                    rank = Executor(Talk(Office(1), 0), Post(Office(1), 0), find(name, "cpu"))  # type: ignore[arg-type]
+                    to = {"o": torch.empty(64, HEADS, DIM), "lse": torch.empty(HEADS, 64)}
+                    of_inputs = {"d" + name: torch.empty_like(made[name]) for name in "qkv"}
+                    d_o, inputs = made["d_o"], {name: made[name] for name in "qkv"}
+                    with torch.device(device):
+                        rank.forward(plan, **inputs, **to)
+                        rank.backward(plan, **inputs, **to, **of_inputs, d_o=d_o, d_lse=torch.ones(HEADS, 64, device="cpu"))
+                    results.append([*to.values(), *of_inputs.values()])
+                with self.subTest(name=name, options=options):
+                    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
     def test_order_of_streams(self) -> None:
         """Each operation comes after the one that it is to come after, by an event, and the caller's stream after all."""
         for options in OPTIONS:

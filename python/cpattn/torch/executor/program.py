@@ -93,6 +93,11 @@ class Program:
             self.buffers.place(workspace, TORCH_DTYPES)  # type: ignore[arg-type]
             self._workspace = workspace
 
+    def displace(self) -> None:
+        """Lets go of the workspace."""
+        self.buffers.displace()
+        self._workspace = None
+
     def run(self, streams: Streams | None) -> None:
         """Runs on tensors that `buffers` has. A failure to send or receive raises PeerError. After an error the streams are joined too, so
         that the tensors may be let go of."""

@@ -233,6 +233,10 @@ class Executor:
 
     def _room(self, size: int) -> None:
         if self._workspace.numel() < size:
+            # No views of the old one, which would hold it.
+            for of_plan in self._programs.values():
+                for program in of_plan.values():
+                    program.displace()
             with torch.inference_mode(False):
                 self._workspace = torch.empty(size, dtype=torch.uint8, device=self.device)
                 if self._streams is not None:
