@@ -55,12 +55,12 @@ class Places:
     """Where the results of calls belong, in turns of which none has a place twice."""
 
     def __init__(self, count: int, device: torch.device, merges: bool = False):
-        self._had, self._device, self._merges = torch.zeros(count, dtype=torch.bool), device, merges
+        self._had, self._device, self._merges = torch.zeros(count, dtype=torch.bool, device="cpu"), device, merges
 
     def turns(self, parts: Sequence[Tensor]) -> list[Turn]:
         """`parts` are the places of each sequence of a call. A sequence has no place twice."""
         levels: list[list[tuple[int, Tensor]]] = []
-        seen = torch.zeros(len(self._had), dtype=torch.long)
+        seen = torch.zeros(len(self._had), dtype=torch.long, device="cpu")
         first = 0
         for part in parts:
             level = int(seen[part].max()) if len(part) else 0
@@ -71,7 +71,7 @@ class Places:
             first += len(part)
         turns = []
         for level_parts in levels:
-            rows = torch.cat([torch.arange(begin, begin + len(part)) for begin, part in level_parts])
+            rows = torch.cat([torch.arange(begin, begin + len(part), device="cpu") for begin, part in level_parts])
             places = torch.cat([part for _, part in level_parts])
             had = self._had[places] if self._merges else torch.zeros_like(places, dtype=torch.bool)
             for mask, fresh in ((~had, True), (had, False)):
@@ -108,7 +108,7 @@ class ByRectangles:
         groups: dict[tuple[int | None, int | None], list[Rectangle]] = {}
         for one in found:
             groups.setdefault((one.left, one.right), []).append(one)
-        rows = torch.arange(work.rows.start, work.rows.stop) if isinstance(work.rows, slice) else work.rows.cpu()
+        rows = torch.arange(work.rows.start, work.rows.stop, device="cpu") if isinstance(work.rows, slice) else work.rows.cpu()
         of_q = Places(work.count, work.device, merges=True)
         of_k = Places(work.k.rows, work.device)
         self._calls = [self._call(op, limits, group, rows, of_q, of_k, slopes) for limits, group in groups.items()]
@@ -260,7 +260,7 @@ def refuse_corners(name: str, rectangles: Iterable[Rectangle]) -> None:
 
 
 def cumulative(lengths: Iterable[int], device: torch.device) -> Tensor:
-    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32).to(device)
+    return torch.tensor([0, *lengths], device="cpu").cumsum(0).to(torch.int32).to(device)
 
 
 def padded(x: Tensor, dim: int) -> Tensor:

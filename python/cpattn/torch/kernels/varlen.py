@@ -91,6 +91,6 @@ def places_in_padded(call: Rectangles, longest: int, device: torch.device) -> Te
     """For each row its place among sequences padded to `longest`; made once for a call."""
     key = longest, device
     if key not in call.tables:
-        parts = [torch.arange(rows) + at * longest for at, (rows, _) in enumerate(call.lengths)]
+        parts = [torch.arange(rows, device="cpu") + at * longest for at, (rows, _) in enumerate(call.lengths)]
         call.tables[key] = torch.cat(parts).to(device)
     return call.tables[key]
