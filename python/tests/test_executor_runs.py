@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from mail import Office, Post, Talk, group, on_all
 from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cpattn
@@ -259,6 +260,29 @@ class Runs(unittest.TestCase):
                 step(good, number, rank, made)
 
             on_all(group(4, MATH), job)
+
+    def test_each_run_is_compared_in_detail(self) -> None:
+        """Where messages have no tags, a rank that runs another known plan would get other bytes."""
+        one, other = plan_of(OPTIONS[0]), plan_of({"ring": 4, "layout": "contiguous", "sinks": 1})
+        for tagged, level, calls in ((False, c10d.DebugLevel.DETAIL, 4), (False, c10d.DebugLevel.INFO, 0), (True, c10d.DebugLevel.DETAIL, 0)):
+
+            def job(number: int, rank: Executor, tagged: bool = tagged, calls: int = calls) -> None:
+                rank.network.tagged = tagged
+                assert isinstance(rank.transport, Talk) and isinstance(rank.network, Post)
+                for plan in (one, other):
+                    step(plan, number, rank, tensors(plan, number))
+                before = rank.transport.calls
+                for plan in (one, other):
+                    step(plan, number, rank, tensors(plan, number))
+                self.assertEqual(rank.transport.calls, before + calls)
+                if calls:
+                    posted, plan = rank.network.posted, other if number == 2 else one
+                    with self.assertRaisesRegex(cpattn.Disagreement, "runs another plan than rank"):
+                        step(plan, number, rank, tensors(plan, number))
+                    self.assertEqual(rank.network.posted, posted)
+
+            with self.subTest(tagged=tagged, level=level), unittest.mock.patch.object(c10d, "get_debug_level", lambda level=level: level):
+                on_all(group(4, MATH), job)
 
     def test_a_kernel_that_raises(self) -> None:
         """The error is the kernel's; a rank that was to get its messages is not left in doubt about who failed."""

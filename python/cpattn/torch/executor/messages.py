@@ -3,7 +3,8 @@
 
 Backends that have tags (gloo, MPI) match a message by its tag, which is made of the plan and the number of the message: should ranks
 run different plans, their messages never meet, and the run ends with the timeout, not with other ranks' bytes. Backends without
-tags (NCCL) match by order.
+tags (NCCL) match by order, and ranks that run different plans may get each other's bytes: `Executor` compares plans before their
+first runs, and each run under TORCH_DISTRIBUTED_DEBUG=DETAIL.
 
 On the CPU a wait is the host's, with the context's timeout. On a device it is the stream's: the host goes on, and the timeout is
 the group's own.
