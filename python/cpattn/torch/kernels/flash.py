@@ -18,7 +18,7 @@ from torch import Tensor
 from ...errors import Unsupported
 from .kernel import HALF, Honours, Kernel
 from .rectangles import Rectangles
-from .varlen import lengths, packed_lse, window
+from .varlen import bounds, lengths, packed_lse, window
 
 # The module with the functions, what Transformers calls the package, and how to install it.
 PACKAGES = {
@@ -77,13 +77,6 @@ class FlashAttention2(Kernel):
             d_o, q, k, v, o, lse, dq, dk, dv, *bounds(call), dropout_p=0.0, **options(call), deterministic=call.deterministic
         )
         return dq, dk, dv
-
-
-def bounds(call: Rectangles) -> tuple[Tensor, Tensor, int, int]:
-    """Lengths for FlashAttention-2, which takes a limit of at least `max_seqlen_k` for none. On the right, and with more rows than keys, such
-    a limit may be one."""
-    of_q, of_k, rows, keys = lengths(call)
-    return of_q, of_k, rows, keys if call.window_right is None else max(keys, call.window_right + 1)
 
 
 def options(call: Rectangles) -> dict[str, Any]:

@@ -67,6 +67,13 @@ def lengths(call: Rectangles) -> tuple[Tensor, Tensor, int, int]:
     return call.cu_seqlens_q, call.cu_seqlens_k, call.max_seqlen_q, call.max_seqlen_k
 
 
+def bounds(call: Rectangles) -> tuple[Tensor, Tensor, int, int]:
+    """Lengths for FlashAttention-2, which takes a limit of at least `max_seqlen_k` for none. On the right, and with more rows than keys, such
+    a limit may be one."""
+    of_q, of_k, rows, keys = lengths(call)
+    return of_q, of_k, rows, keys if call.window_right is None else max(keys, call.window_right + 1)
+
+
 def window(call: Rectangles) -> tuple[int, int]:
     """The limits, -1: none."""
     left, right = (-1 if limit is None else limit for limit in (call.window_left, call.window_right))
