@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -34,14 +35,25 @@ class Office:
         with self.lock:
             return self.mail[key]
 
+    def take(self, box: queue.Queue[Tensor]) -> Tensor:
+        """A message; an error where it does not come and a rank has failed, as a timeout is one."""
+        end = time.monotonic() + SECONDS
+        while True:
+            over = self.barrier.broken or time.monotonic() > end
+            try:
+                return box.get(timeout=0.02)
+            except queue.Empty:
+                if over:
+                    raise RuntimeError("no message came") from None
+
 
 class Receipt:
-    def __init__(self, box: queue.Queue[Tensor], into: Tensor) -> None:
-        self._box, self._into = box, into
+    def __init__(self, office: Office, box: queue.Queue[Tensor], into: Tensor) -> None:
+        self._office, self._box, self._into = office, box, into
         into.view(torch.uint8).fill_(255)
 
     def wait(self, *_: Any) -> None:
-        found = self._box.get(timeout=SECONDS)
+        found = self._office.take(self._box)
         assert found.shape == self._into.shape and found.dtype == self._into.dtype, (found.shape, self._into.shape)
         self._into.copy_(found)
 
@@ -61,7 +73,7 @@ class Post(Network):
             if send:
                 box.put(tensor.clone())
             else:
-                works.append(Receipt(box, tensor))
+                works.append(Receipt(self._office, box, tensor))
         return works
 
     def wait(self, works: Sequence[Any]) -> None:

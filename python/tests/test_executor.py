@@ -28,6 +28,7 @@ from processes import LONG, run, start
 
 import cpattn
 from cpattn.torch import Context
+from cpattn.torch.executor import Network
 
 JOBS = {test_torch: "results exchanges gradcheck log_sum_exp shares subgroups second_derivatives", test_slices: "cross refusals"}
 if LONG:
@@ -134,6 +135,15 @@ def raising(rank: int, world: int) -> str:
     return said
 
 
+def over_gloo(rank: int, world: int) -> str:
+    """What a group says that has gloo for a device's tensors."""
+    try:
+        Network(dist.new_group(backend="gloo"), range(world), torch.device("cuda", 0), 5.0)
+    except cpattn.Unsupported as error:
+        return str(error)
+    return ""
+
+
 class Executed(unittest.TestCase):
     def test_batches(self) -> None:
         for module, names in JOBS.items():
@@ -176,6 +186,12 @@ class Executed(unittest.TestCase):
         self.assertIn("kernels is 'mine', 'cpattn', one of", said[1])
         for one in (said[0], said[2]):
             self.assertIn("ranks [1] of this group refused their kernels", one)
+
+    def test_gloo_for_a_device(self) -> None:
+        """It would read tensors on the host before their streams have written them."""
+        expected = "group has the backend ProcessGroupGloo for cuda, and device is cuda:0: .* init_process_group .*'cpu:gloo,cuda:nccl'"
+        for text in run(over_gloo, 2):
+            self.assertRegex(text, expected)
 
     def test_combined(self) -> None:
         for worst in run(with_kernels, test_serving.WORLD, "math", test_serving.__name__, "job"):

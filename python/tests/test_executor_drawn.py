@@ -12,12 +12,14 @@ import unittest
 from typing import Any, NamedTuple
 
 import torch
+from doubles import flash_attn_2
 from mail import group, on_all
 from torch import Tensor
 
 import cpattn
 from cpattn import Plan, Side
 from cpattn.torch.kernels import Kernel, find
+from cpattn.torch.kernels.flash import FlashAttention2
 
 # With CPATTN_DRAWN more plans are drawn, from another place.
 COUNT, FIRST = int(os.environ.get("CPATTN_DRAWN", 60)), int(os.environ.get("CPATTN_DRAWN_FROM", 0))
@@ -226,6 +228,24 @@ class Drawn(unittest.TestCase):
             for dtype, bound, of_lse in ((torch.float64, 1e-12, 1e-12), (torch.float32, 4e-6, 4e-6), (torch.bfloat16, 3e-2, 2e-3)):
                 with self.subTest(seed=seed, dtype=dtype):
                     compare(draw(seed, dtype, softcap=False, slopes=False, value_dim=False), kernel, bound, of_lse)
+
+    def test_slopes_and_sinks_of_flash_attention(self) -> None:
+        """A sink is a score beside the others: a number added to all scores of a row is no matter of o without it."""
+        kernel, seen = FlashAttention2(flash_attn_2), 0
+        for seed in range(FIRST, FIRST + COUNT):
+            p = draw(seed, torch.bfloat16, softcap=False, value_dim=False)
+            heads, ulysses = p.options["heads"], p.options["ulysses"]
+            # Slopes need all keys of a row on its rank.
+            options = {name: p.options[name] for name in ("heads", "kv_heads", "head_dim", "window_left", "window_right", "scale", "cu_seqlens_k", "slices") if name in p.options}
+            options |= {"world": ulysses, "ulysses": ulysses, "ring": 1, "sinks": 1 + seed % 2, "alibi_slopes": [0.1 + head / 4 for head in range(heads)]}
+            with self.subTest(seed=seed):
+                try:
+                    compare(p._replace(options=options), kernel, 4e-2, 4e-3)
+                except cpattn.Unsupported as error:
+                    self.assertIn("alibi_slopes only where each rank has all keys", str(error))
+                else:
+                    seen += 1
+        self.assertGreater(seen, COUNT // 5)
 
 
 if __name__ == "__main__":

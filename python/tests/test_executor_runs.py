@@ -3,17 +3,21 @@
 
 from __future__ import annotations
 
+import types
 import unittest
+import unittest.mock
 from typing import Any
 
 import torch
 from mail import Office, Post, Talk, group, on_all
 from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cpattn
 from cpattn import Plan, Side
 from cpattn.schedule import Lane
+from cpattn.torch import choice
 from cpattn.torch.executor import Executor, explain
 from cpattn.torch.executor.partials import merge
 from cpattn.torch.executor.program import Streams
@@ -31,7 +35,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 def plan_of(options: dict[str, Any]) -> Plan:
-    return Plan(CU, HEADS, DIM, kv_heads=KV, world=4, **options)
+    return Plan(CU, HEADS, DIM, kv_heads=KV, **({"world": 4} | options))
 
 
 def tensors(plan: Plan, number: int) -> dict[str, Tensor]:
@@ -127,6 +131,39 @@ class Runs(unittest.TestCase):
 
         on_all(group(4, MATH), job)
 
+    def test_a_workspace_that_grows(self) -> None:
+        """No program holds an earlier one."""
+        rank = group(1, MATH)[0]
+        plans = [Plan([0, tokens], HEADS, DIM, kv_heads=KV) for tokens in (8, 40, 200)]
+        for plan in plans:
+            step(plan, 0, rank, tensors(plan, 0))
+            address = rank._workspace.data_ptr()
+            for program in [program for of_plan in rank._programs.values() for program in of_plan.values()]:
+                views = [*program.buffers._views.values(), *(x for x, b in zip(program.buffers.tensors, program.buffers.buffers, strict=True) if b.tensor is None)]
+                for x in views:
+                    assert not x.numel() or x.untyped_storage().data_ptr() == address
+        self.assertEqual(len({plan.workspace(0, cpattn.Direction.BACKWARD) for plan in plans}), 3)
+        for plan in plans:
+            step(plan, 0, rank, tensors(plan, 0))
+
+    def test_another_default_device(self) -> None:
+        """What is made without a device would be there, as in models that are built on meta."""
+        for name in ("math", "torch"):
+            for options in ({}, {"window_left": 7}, {"layout": "striped", "layout_parameter": 3}):
+                plan, results = Plan(CU, HEADS, DIM, kv_heads=KV, **options), []  # type: ignore[arg-type]
+                made = tensors(plan, 0)
+                for device in ("cpu", "meta"):
+                    rank = Executor(Talk(Office(1), 0), Post(Office(1), 0), find(name, "cpu"))  # type: ignore[arg-type]
+                    to = {"o": torch.empty(64, HEADS, DIM), "lse": torch.empty(HEADS, 64)}
+                    of_inputs = {"d" + name: torch.empty_like(made[name]) for name in "qkv"}
+                    d_o, inputs = made["d_o"], {name: made[name] for name in "qkv"}
+                    with torch.device(device):
+                        rank.forward(plan, **inputs, **to)
+                        rank.backward(plan, **inputs, **to, **of_inputs, d_o=d_o, d_lse=torch.ones(HEADS, 64, device="cpu"))
+                    results.append([*to.values(), *of_inputs.values()])
+                with self.subTest(name=name, options=options):
+                    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
     def test_order_of_streams(self) -> None:
         """Each operation comes after the one that it is to come after, by an event, and the caller's stream after all."""
         for options in OPTIONS:
@@ -166,9 +203,43 @@ class Runs(unittest.TestCase):
         for words, options in (("reproducible is True", {"reproducible": True}), ("dropout is 0.1", {"dropout": 0.1})):
             with self.assertRaisesRegex(cpattn.Unsupported, words):
                 rank.forward(Plan(CU, HEADS, DIM, kv_heads=KV, **options), **made)  # type: ignore[arg-type]
+        for name in ("sinks", "lse_base", "block_table", "nonsense"):
+            with self.assertRaisesRegex(cpattn.InvalidArgument, f"{name} is set, None is needed: this plan with kernels='math' has only k, lse, o, q, v"):
+                rank.forward(plan, **made, **{name: torch.zeros(HEADS, 1)})
+            rank.forward(plan, **made, **{name: None})
         with self.assertRaisesRegex(cpattn.Unsupported, "key_indices is set"):
             rank.forward(plan, **made, key_indices=torch.zeros(64, 1, 3, dtype=torch.int32))
         rank.forward(plan, **made)
+
+    def test_a_capture_is_refused(self) -> None:
+        """Before anything is compared or allocated; by the module of the device."""
+        plan, rank = Plan(CU, HEADS, DIM, kv_heads=KV), group(1, MATH)[0]
+        rank._streams = Streams(None, Event, lambda: None)
+        module = types.SimpleNamespace(is_current_stream_capturing=lambda: True)
+        with unittest.mock.patch("torch.get_device_module", lambda device: module):
+            for call in (lambda: step(plan, 0, rank, tensors(plan, 0)), lambda: rank.exchange(torch.empty(1), torch.empty(1), [1], [1])):
+                with self.assertRaisesRegex(cpattn.Unsupported, "a graph is captured on cpu, which kernels='math' cannot be in: .* outside of the capture"):
+                    call()
+        self.assertFalse(rank._programs)
+        rank._streams = None
+        step(plan, 0, rank, tensors(plan, 0))
+
+    def test_groups_of_an_ended_default_group(self) -> None:
+        """An id may be that of an earlier group; none of its groups is used again."""
+        made: list[object] = []
+
+        def new_group(*_: Any, **__: Any) -> object:
+            made.append(object())
+            return made[-1]
+
+        fake = types.SimpleNamespace(group=types.SimpleNamespace(WORLD=object()), get_world_size=lambda: 4, new_group=new_group, ProcessGroup=torch.distributed.ProcessGroup)
+        with unittest.mock.patch.multiple(choice, create=True, dist=fake, members_of=tuple, id=lambda _: 1, _groups=type(choice._groups)()):
+            first = choice.process_group([0, 2])
+            self.assertIs(choice.process_group([0, 2]), first)
+            self.assertIsNot(choice.process_group([0, 1]), first)
+            fake.group.WORLD = object()
+            self.assertIsNot(choice.process_group([0, 2]), first)
+        self.assertEqual(len(made), 3)
 
     def test_other_ranks_hear_of_a_refusal(self) -> None:
         """One rank's plan is refused, or another one: all ranks raise before anything moves, and go on."""
@@ -190,6 +261,29 @@ class Runs(unittest.TestCase):
 
             on_all(group(4, MATH), job)
 
+    def test_each_run_is_compared_in_detail(self) -> None:
+        """Where messages have no tags, a rank that runs another known plan would get other bytes."""
+        one, other = plan_of(OPTIONS[0]), plan_of({"ring": 4, "layout": "contiguous", "sinks": 1})
+        for tagged, level, calls in ((False, c10d.DebugLevel.DETAIL, 4), (False, c10d.DebugLevel.INFO, 0), (True, c10d.DebugLevel.DETAIL, 0)):
+
+            def job(number: int, rank: Executor, tagged: bool = tagged, calls: int = calls) -> None:
+                rank.network.tagged = tagged
+                assert isinstance(rank.transport, Talk) and isinstance(rank.network, Post)
+                for plan in (one, other):
+                    step(plan, number, rank, tensors(plan, number))
+                before = rank.transport.calls
+                for plan in (one, other):
+                    step(plan, number, rank, tensors(plan, number))
+                self.assertEqual(rank.transport.calls, before + calls)
+                if calls:
+                    posted, plan = rank.network.posted, other if number == 2 else one
+                    with self.assertRaisesRegex(cpattn.Disagreement, "runs another plan than rank"):
+                        step(plan, number, rank, tensors(plan, number))
+                    self.assertEqual(rank.network.posted, posted)
+
+            with self.subTest(tagged=tagged, level=level), unittest.mock.patch.object(c10d, "get_debug_level", lambda level=level: level):
+                on_all(group(4, MATH), job)
+
     def test_a_kernel_that_raises(self) -> None:
         """The error is the kernel's; a rank that was to get its messages is not left in doubt about who failed."""
 
@@ -201,6 +295,58 @@ class Runs(unittest.TestCase):
         plan = Plan(CU, HEADS, DIM, kv_heads=KV)
         with self.assertRaisesRegex(ValueError, "a kernel's own words"):
             step(plan, 0, rank, tensors(plan, 0))
+
+    def test_a_kernel_that_raises_in_the_middle(self) -> None:
+        """Messages of the run are under way: neither rank may run again, since the next run would get them."""
+        plan = plan_of(OPTIONS[0] | {"ring": 2, "world": 2})
+
+        class Broken(Math):
+            calls = 0
+
+            def forward(self, *arguments: Any) -> Any:
+                self.calls += 1
+                if self.calls == at:
+                    raise kind("a kernel's own words")
+                return super().forward(*arguments)
+
+        def job(number: int, rank: Executor) -> None:
+            made = tensors(plan, number)
+            if number == 1:
+                rank.kernel = Broken()
+                with self.assertRaisesRegex(kind, "a kernel's own words"):
+                    step(plan, number, rank, made)
+                expected = "the group has failed.*first error was: .*a kernel's own words"
+            else:
+                with self.assertRaises(cpattn.PeerError):
+                    for _ in range(2):
+                        step(plan, number, rank, made)
+                expected = ""
+            for _ in range(2):
+                with self.assertRaisesRegex(cpattn.PeerError, expected):
+                    step(plan, number, rank, made)
+
+        for at, kind in ((1, ValueError), (2, torch.OutOfMemoryError), (2, KeyboardInterrupt)):
+            with self.subTest(at=at, kind=kind):
+                on_all(group(2, MATH), job)
+
+    def test_streams_are_joined_after_an_error(self) -> None:
+        """The caller's tensors are let go of when neither stream uses them any more."""
+        plan, log = plan_of(OPTIONS[0] | {"ring": 1, "world": 1}), []
+
+        class Broken(Math):
+            def forward(self, *_: Any) -> Any:
+                raise ValueError("a kernel's own words")
+
+        rank = group(1, Broken())[0]
+        compute, communication = (Stream(lane, log) for lane in (Lane.COMPUTE, Lane.COMMUNICATION))
+        rank._streams = Streams(communication, Event, lambda: compute)
+        rank._workspace.record_stream = lambda stream: None  # type: ignore[method-assign]
+        rank._room = lambda size: None  # type: ignore[method-assign]
+        rank._workspace = torch.empty(plan.workspace(0, cpattn.Direction.FORWARD), dtype=torch.uint8)
+        with self.assertRaises(ValueError):
+            step(plan, 0, rank, tensors(plan, 0))
+        self.assertEqual([entry[:2] for entry in log[-4:]], [("record", Lane.COMMUNICATION), ("wait", Lane.COMPUTE), ("record", Lane.COMPUTE), ("wait", Lane.COMMUNICATION)])
+        self.assertIn("enter", [what for what, *_ in log])
 
     def test_explained(self) -> None:
         """The calls of a kernel, what is done outside, and what it does not honour."""

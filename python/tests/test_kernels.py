@@ -71,6 +71,21 @@ class MathTest(unittest.TestCase):
                 with self.subTest(seed=seed, dtype=dtype):
                     check(self, kernel, op, seed, dtype=dtype, tolerance=2e-6)
 
+    def test_the_largest_score_leaves_out_nan(self):
+        for seed in range(40):
+            op = drawn_op(random.Random(seed))
+            q, k, v, *_ = problem(op, seed=seed)
+            *_, want = expected_forward(op, q, k, v)
+            row = int(random.Random(seed).choice(op.ranges).range.row)
+            spoiled, rest = q.clone(), q.clone()
+            spoiled[row], rest[row] = torch.nan, 0.0  # a score of 0 beside others
+            *_, found = kernels.Work(kernels.Math(), op, "cpu", q.dtype).forward_with_max(spoiled, k, v)
+            *_, most = expected_forward(op, rest, k, v)
+            with self.subTest(seed=seed):
+                self.assertFalse(found.isnan().any())
+                self.assertTrue((found <= torch.maximum(want, most) + 1e-12).all())
+                self.assertTrue(torch.allclose(found[most > 0], most[most > 0], rtol=1e-12))
+
     def test_parts_of_rows_change_nothing(self):
         from cpattn.torch.kernels import math
 

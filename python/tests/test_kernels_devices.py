@@ -6,15 +6,16 @@ import random
 import sys
 import unittest
 from pathlib import Path
+from unittest import mock
 
 import torch
 from cpattn.torch import Context, kernels
 from cpattn.torch.kernels.torch_device import TorchDevice
-from doubles import aiter_mha
+from doubles import aiter_mha, flash_attn_2
 from doubles.device import DEVICE, Device, OnDevice
 from kernel_problems import drawn_op, expected_backward, expected_forward, problem
 from processes import run
-from test_kernels import close
+from test_kernels import check, close
 from test_kernels_rectangles import Plain
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -82,6 +83,26 @@ class SignatureTest(unittest.TestCase):
                     if dtype == torch.bfloat16:
                         gradients = kernel.backward(d_o, q, k, v, o, lse, call)
                         self.assertEqual([x.shape for x in gradients], [q.shape, k.shape, v.shape])
+
+    def test_flash_attention_of_devices(self):
+        """Its operators take what FlashAttention-2 takes: they are that library."""
+
+        def forward(q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal, mask, *, scale, **limits):
+            return flash_attn_2._flash_attn_varlen_forward(q, k, v, cu_q, cu_k, max_q, max_k, dropout, scale, causal, **limits)
+
+        def backward(d_o, q, k, v, o, lse, cu_q, cu_k, max_q, max_k, dropout, causal, *_, scale, window_size_left, window_size_right):
+            found = tuple(map(torch.empty_like, (q, k, v)))
+            lengths = cu_q, cu_k, max_q, max_k, dropout, scale, causal
+            flash_attn_2._flash_attn_varlen_backward(d_o, q, k, v, o, lse, *found, *lengths, window_size_left, window_size_right, 0.0, None, False)
+            return found
+
+        with mock.patch.multiple(torch.ops.aten, _flash_attention_forward=forward, _flash_attention_backward=backward):
+            kernel = TorchDevice().of(torch.bfloat16)
+            for seed in range(60):
+                op = drawn_op(random.Random(seed), stripes=seed % 3 == 0)
+                with self.subTest(seed=seed):
+                    op = type(op)(**{**vars(op), "score": op.score._replace(softcap=0.0)})
+                    check(self, kernel, op, seed, dtype=torch.bfloat16, tolerance=1.2e-2, dims=(16, 16), lse_gradient=seed % 4 > 0)
 
     def test_the_backward_whose_shapes_pytorch_cannot_tell(self):
         """Arguments are checked before PyTorch finds that the CPU has no such kernel."""

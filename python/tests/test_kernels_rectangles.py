@@ -141,6 +141,15 @@ class PackedTest(unittest.TestCase):
                     with self.subTest(seed=seed, op=op.name):
                         check(self, Plain(), op, seed, tolerance=1e-11)
 
+    def test_scales_below_0(self):
+        """Kernels take the largest product of a row for its largest score."""
+        for kernel in (kernels.find("math", "cpu"), kernels.find("flex", "cpu"), Plain(), kernels.find("torch", "cpu")):
+            for seed in range(40):
+                op = drawn_op(random.Random(seed), stripes=seed % 3 == 0)
+                score = op.score._replace(scale=-0.5, softcap=op.score.softcap if kernel.honours.softcap else 0.0)
+                with self.subTest(kernel=kernel.name, seed=seed):
+                    check(self, kernel, type(op)(**{**vars(op), "score": score}), seed, tolerance=1e-11, lse_gradient=seed % 2 > 0)
+
     def test_slopes_where_ranks_have_all_keys(self):
         slopes = torch.rand(9)
         for seed in range(6):

@@ -22,8 +22,8 @@ from .kernels import Kernel, find
 
 OWN = "cpattn"
 
-# Groups of global ranks, by these and by the default group that they belong to.
-_groups: dict[tuple[tuple[int, ...], int], dist.ProcessGroup] = {}
+# Groups of global ranks, with these and the default group that they belong to: itself, since its id may be that of a later one.
+_groups: list[tuple[tuple[int, ...], object, dist.ProcessGroup]] = []
 
 
 def checked(kernels: str | Kernel | None, device: torch.device, workers: int) -> str | Kernel:
@@ -63,11 +63,14 @@ def process_group(group: Members) -> dist.ProcessGroup | None:
     members = members_of(group)
     if members == tuple(range(dist.get_world_size())):
         return None
-    key = members, id(dist.group.WORLD)
-    if key not in _groups:
-        made: dist.ProcessGroup = dist.new_group(list(members), use_local_synchronization=True)
-        _groups[key] = made
-    return _groups[key]
+    world: object = dist.group.WORLD
+    _groups[:] = [one for one in _groups if one[1] is world]  # others ended with theirs
+    for known, _, made in _groups:
+        if known == members:
+            return made
+    group_of_members: dist.ProcessGroup = dist.new_group(list(members), use_local_synchronization=True)
+    _groups.append((members, world, group_of_members))
+    return group_of_members
 
 
 def numbered(device: torch.device) -> torch.device:

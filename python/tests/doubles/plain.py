@@ -23,8 +23,10 @@ def sequences(cu_q, cu_k, q, k, max_q=None, max_k=None):
         yield at, slice(cu_q[at], cu_q[at + 1]), slice(cu_k[at], cu_k[at + 1])
 
 
-def scores(q, k, scale, left, right, softcap, slopes):
-    """Scores [heads, rows, keys] of one sequence, and their derivative by the product. A limit less than 0 is none."""
+def scores(q, k, scale, left, right, softcap, slopes, by_column=False):
+    """Scores [heads, rows, keys] of one sequence, and their derivative by the product. A limit less than 0 is none. `by_column`: slopes
+    are multiplied with the column instead of the distance, which adds a number to all scores of a row."""
+    assert scale > 0, "the largest product is not the largest score"
     d = torch.arange(len(k))[None] - torch.arange(len(q))[:, None] - (len(k) - len(q))
     s = torch.einsum("qhd,khd->hqk", q, k) * scale
     slope = torch.full_like(s, scale)
@@ -32,7 +34,7 @@ def scores(q, k, scale, left, right, softcap, slopes):
         t = torch.tanh(s / softcap)
         s, slope = softcap * t, slope * (1 - t * t)
     if slopes is not None:
-        s = s - slopes.to(s.dtype)[:, None, None] * d.abs()
+        s = s - slopes.to(s.dtype)[:, None, None] * (-torch.arange(len(k)) if by_column else d.abs())
     allowed = torch.ones_like(d, dtype=torch.bool)
     if left >= 0:
         allowed &= d >= -left
@@ -41,14 +43,14 @@ def scores(q, k, scale, left, right, softcap, slopes):
     return s.masked_fill(~allowed, -torch.inf), slope
 
 
-def forward(q, k, v, cu_q, cu_k, max_q, max_k, scale, left=-1, right=-1, softcap=0.0, slopes=None):
+def forward(q, k, v, cu_q, cu_k, max_q, max_k, scale, left=-1, right=-1, softcap=0.0, slopes=None, by_column=False):
     """o [rows, heads, dim] in the wide type, lse [heads, rows]."""
     kind, group = wide(q.dtype), q.shape[1] // k.shape[1]
     assert q.shape[1] == group * k.shape[1] and k.shape[1] == v.shape[1]
     o, lse = torch.full((*q.shape[:2], v.shape[2]), torch.nan, dtype=kind), torch.full((q.shape[1], len(q)), torch.nan, dtype=kind)
     for at, mine, keys in sequences(cu_q, cu_k, q, k, max_q, max_k):
         of_k, of_v = (x[keys].to(kind).repeat_interleave(group, 1) for x in (k, v))
-        s, _ = scores(q[mine].to(kind), of_k, scale, left, right, softcap, None if slopes is None else slopes[at])
+        s, _ = scores(q[mine].to(kind), of_k, scale, left, right, softcap, None if slopes is None else slopes[at], by_column)
         logs = s.logsumexp(2)
         assert (logs > -torch.inf).all() or torch.isnan(logs).any(), "a row has no keys"
         lse[:, mine] = logs
@@ -56,7 +58,7 @@ def forward(q, k, v, cu_q, cu_k, max_q, max_k, scale, left=-1, right=-1, softcap
     return o, lse
 
 
-def backward(d_o, q, k, v, o, lse, cu_q, cu_k, max_q, max_k, scale, left=-1, right=-1, softcap=0.0, slopes=None, d_lse=None):
+def backward(d_o, q, k, v, o, lse, cu_q, cu_k, max_q, max_k, scale, left=-1, right=-1, softcap=0.0, slopes=None, d_lse=None, by_column=False):
     """dq, dk and dv in the wide type."""
     kind, group = wide(q.dtype), q.shape[1] // k.shape[1]
     assert lse.shape == (q.shape[1], len(q)) and lse.dtype == kind and o.shape == d_o.shape == (*q.shape[:2], v.shape[2])
@@ -67,7 +69,7 @@ def backward(d_o, q, k, v, o, lse, cu_q, cu_k, max_q, max_k, scale, left=-1, rig
     for at, mine, keys in sequences(cu_q, cu_k, q, k, max_q, max_k):
         of_q, of_d = q[mine].to(kind), d_o[mine].to(kind)
         of_k, of_v = (x[keys].to(kind).repeat_interleave(group, 1) for x in (k, v))
-        s, slope = scores(of_q, of_k, scale, left, right, softcap, None if slopes is None else slopes[at])
+        s, slope = scores(of_q, of_k, scale, left, right, softcap, None if slopes is None else slopes[at], by_column)
         p = (s - lse[:, mine, None]).exp()
         ds = p * (torch.einsum("qhd,khd->hqk", of_d, of_v) - delta[:, mine, None]) * slope
         dq[mine] = torch.einsum("hqk,khd->qhd", ds, of_k)

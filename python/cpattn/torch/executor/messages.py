@@ -3,7 +3,8 @@
 
 Backends that have tags (gloo, MPI) match a message by its tag, which is made of the plan and the number of the message: should ranks
 run different plans, their messages never meet, and the run ends with the timeout, not with other ranks' bytes. Backends without
-tags (NCCL) match by order.
+tags (NCCL) match by order, and ranks that run different plans may get each other's bytes: `Executor` compares plans before their
+first runs, and each run under TORCH_DISTRIBUTED_DEBUG=DETAIL.
 
 On the CPU a wait is the host's, with the context's timeout. On a device it is the stream's: the host goes on, and the timeout is
 the group's own.
@@ -28,7 +29,9 @@ _SMALL_TAGS, _TAGS = 1 << 15, 1 << 30
 
 
 class Network:
-    """The group's own backend for tensors of a device. All ranks make one."""
+    """The group's own backend for tensors of a device. All ranks make one. `tagged`: messages of different plans never meet."""
+
+    tagged = True
 
     def __init__(self, group: dist.ProcessGroup | None, members: Sequence[int], device: torch.device, timeout: float) -> None:
         every: Any = dist.group.WORLD if group is None else group
@@ -41,7 +44,16 @@ class Network:
             raise Unsupported(
                 f"group has no backend for {device.type}: give init_process_group one for this device, such as 'cpu:gloo,cuda:nccl'"
             ) from error
-        self._tags = _TAGS if "gloo" in type(backend).__name__.lower() else _SMALL_TAGS
+        # TORCH_DISTRIBUTED_DEBUG=DETAIL puts a group that checks calls around it.
+        name = type(getattr(backend, "wrapped_pg", backend)).__name__
+        of_cpu = "gloo" in name.lower()
+        if of_cpu and device.type != "cpu" and self.world > 1:
+            raise Unsupported(
+                f"group has the backend {name} for {device.type}, and device is {device}: a backend whose messages are in the order of a stream is needed. "
+                f"Call init_process_group with one for this device, such as 'cpu:gloo,{device.type}:nccl'"
+            )
+        self._tags = _TAGS if of_cpu else _SMALL_TAGS
+        self.tagged = of_cpu or "mpi" in name.lower()
         if device.type != "cpu" and self.world > 1:
             # A communicator is made by its first collective, in which all ranks must take part.
             dist.all_reduce(torch.zeros(1, device=device), group=every)

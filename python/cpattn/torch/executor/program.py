@@ -9,6 +9,7 @@ exchange is under way until the next operation that must come after it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -63,6 +64,7 @@ class Program:
         of_lse = [at for at, b in enumerate(schedule.buffers) if b.tensor == Of.LSE]
         self._lse = of_lse[0] if of_lse else None
         self.steps = [self._step(op, salt, attention) for op in schedule.ops]
+        self.sends = any(isinstance(step, Exchange) and bool(step.peers) for step in self.steps)
         # What another lane waits for.
         self._awaited = {op.after for op in schedule.ops if op.after is not None}
         self._events: dict[int, Any] = {}
@@ -91,8 +93,14 @@ class Program:
             self.buffers.place(workspace, TORCH_DTYPES)  # type: ignore[arg-type]
             self._workspace = workspace
 
+    def displace(self) -> None:
+        """Lets go of the workspace."""
+        self.buffers.displace()
+        self._workspace = None
+
     def run(self, streams: Streams | None) -> None:
-        """Runs on tensors that `buffers` has. A failure to send or receive raises PeerError."""
+        """Runs on tensors that `buffers` has. A failure to send or receive raises PeerError. After an error the streams are joined too, so
+        that the tensors may be let go of."""
         if streams is None:
             self._on_host()
         else:
@@ -115,15 +123,24 @@ class Program:
         # The communication stream comes after all earlier runs, whatever streams their callers had: they share the workspace.
         self._after(compute, communication, -1, streams)
         self._after(communication, compute, -2, streams)
-        for at, (op, step) in enumerate(zip(self.schedule.ops, self.steps, strict=True)):
-            lane = lanes[op.lane]
-            if op.after is not None:
-                lane.wait_event(events[op.after])
-            with lane:
-                if (flight := self._run(at, op, step)) is not None:
-                    self._land(at, flight)
-            if at in self._awaited:
-                self._event(at, streams).record(lane)
+        try:
+            for at, (op, step) in enumerate(zip(self.schedule.ops, self.steps, strict=True)):
+                lane = lanes[op.lane]
+                if op.after is not None:
+                    lane.wait_event(events[op.after])
+                with lane:
+                    if (flight := self._run(at, op, step)) is not None:
+                        self._land(at, flight)
+                if at in self._awaited:
+                    self._event(at, streams).record(lane)
+        except BaseException:
+            with suppress(Exception):  # the first error is raised
+                self._join(compute, communication, streams)
+            raise
+        self._join(compute, communication, streams)
+
+    def _join(self, compute: Any, communication: Any, streams: Streams) -> None:
+        """What comes later in either stream waits for what is in both."""
         self._after(compute, communication, -3, streams)
         self._after(communication, compute, -4, streams)
 

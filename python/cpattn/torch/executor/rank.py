@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
 
 from ...arguments import attempt
 from ..._header import UNLIMITED
@@ -101,11 +102,14 @@ class Executor:
 
     def exchange(self, to: Tensor, sent: Tensor, arriving: list[int], leaving: list[int]) -> None:
         """Sends parts of a tensor, of these lengths, to each rank, and receives one from each, for `gather`."""
-        self._check_open()
+        self._check_call()
         try:
             self.network.all_to_all(to, sent, arriving, leaving, 1)
         except RuntimeError as error:
             raise self._fail(PeerError(f"gathering rows failed on rank {self.network.rank}: {error}")) from error
+        except BaseException as error:
+            self._give_up(error)
+            raise
 
     def record(self, capacity: int) -> None:
         raise Unsupported(f"record is of cpattn's kernels, and kernels is {self.kernel.name!r}: use torch.profiler")
@@ -142,7 +146,7 @@ class Executor:
 
     def _made(self, plan: Plan, key: Any, make: Callable[[], tuple[Schedule, Attention | None]], compare: bool = True) -> Program:
         """The program of a plan. Its first run compares the plans of the ranks."""
-        self._check_open()
+        self._check_call()
         of_plan, name = self._programs.setdefault(plan, {}), name_of(plan, key)
         if (program := of_plan.get(key)) is None:
             try:
@@ -160,8 +164,10 @@ class Executor:
         return program
 
     def _compare(self, name: int, plan: Plan, key: Any) -> None:
-        """Once for each plan and direction, by value: ranks that make the same calls compare at the same calls."""
-        if name in self._compared or self.network.world == 1:
+        """Once for each plan and direction, by value: ranks that make the same calls compare at the same calls. Each run is compared if
+        TORCH_DISTRIBUTED_DEBUG is DETAIL and the backend has no tags, so that ranks with different plans would get each other's bytes."""
+        each = not self.network.tagged and c10d.get_debug_level() == c10d.DebugLevel.DETAIL
+        if self.network.world == 1 or (name in self._compared and not each):
             return
         own, said = self.network.rank, self.transport.agree(0, self.network.world, name)
         if refusing := [rank for rank, one in enumerate(said) if one == REFUSED]:
@@ -177,16 +183,21 @@ class Executor:
     def _run(self, program: Program, tensors: Mapping[str, Tensor | None], d_lse: Tensor | None = None, max_logit: Tensor | None = None) -> None:
         if not self._lock.acquire(blocking=False):
             raise Busy(f"a call of another thread uses rank {self.network.rank} of the context: make one call at a time")
-        buffers = program.buffers
+        buffers, begun = program.buffers, False
         try:
             self._bind(program, tensors)
             buffers.d_lse, buffers.max_logit = d_lse, max_logit
             self._room(program.schedule.workspace_bytes)
             program.place(self._workspace)
             with torch.no_grad(), self._exact():
+                begun = program.sends
                 program.run(self._streams)
         except PeerError as error:
             raise self._fail(error) from error.__cause__
+        except BaseException as error:
+            if begun:
+                self._give_up(error)
+            raise
         finally:
             buffers.release()
             self._lock.release()
@@ -198,7 +209,13 @@ class Executor:
         return torch.autocast(kind, enabled=False) if on else nullcontext()
 
     def _bind(self, program: Program, tensors: Mapping[str, Tensor | None]) -> None:
-        """Gives a program the tensors of a call. They must be as the plan says."""
+        """Gives a program the tensors of a call. They must be as the plan says, and the plan must have them."""
+        known = {b.tensor.name.lower() for b in program.schedule.buffers if b.tensor is not None}
+        if unknown := sorted(name for name, tensor in tensors.items() if tensor is not None and name not in known):
+            raise InvalidArgument(
+                f"{unknown[0]} is set, None is needed: this plan with kernels={self.kernel.name!r} has only {', '.join(sorted(known))}. Leave it out, "
+                "or see PlanOptions for what makes a plan have it"
+            )
         for at, b in enumerate(program.schedule.buffers):
             if b.tensor is None:
                 continue
@@ -219,10 +236,21 @@ class Executor:
 
     def _room(self, size: int) -> None:
         if self._workspace.numel() < size:
+            # No views of the old one, which would hold it.
+            for of_plan in self._programs.values():
+                for program in of_plan.values():
+                    program.displace()
             with torch.inference_mode(False):
                 self._workspace = torch.empty(size, dtype=torch.uint8, device=self.device)
                 if self._streams is not None:
                     self._workspace.record_stream(self._streams.communication)
+
+    def _give_up(self, error: BaseException) -> None:
+        """After an error of this rank in a run that other ranks take part in, such as a kernel's: its messages may be under way, and
+        would be taken for those of a later run. So this rank's later calls are refused, and the other ranks are told."""
+        self._failed = f"{type(error).__name__}: {error}"
+        with suppress(Error):
+            self.transport.abort()
 
     def _fail(self, error: PeerError) -> PeerError:
         """The error with what the transport knows, which may be the rank at fault. This rank's later calls are refused."""
@@ -237,6 +265,14 @@ class Executor:
         with suppress(Error):
             self.transport.abort()
         return found
+
+    def _check_call(self) -> None:
+        self._check_open()
+        if self._streams is not None and capturing(self.device):
+            raise Unsupported(
+                f"a graph is captured on {self.device}, which kernels={self.kernel.name!r} cannot be in: a run uses memory and compares plans that the graph "
+                "would not keep. Call it outside of the capture"
+            )
 
     def _check_open(self) -> None:
         if self._closed:
@@ -255,6 +291,12 @@ def dtype_of(name: str, x: Tensor) -> Dtype:
 def of_lse(lse: Tensor) -> Tensor:
     """[heads, tokens] as the rows of a schedule, [tokens, heads, 1]."""
     return lse.detach().t().unsqueeze(2)
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether the current stream of a device is captured into a graph."""
+    asked = getattr(torch.get_device_module(device.type), "is_current_stream_capturing", None)
+    return asked is not None and bool(asked())
 
 
 def name_of(plan: Plan, key: Any) -> int:

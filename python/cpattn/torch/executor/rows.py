@@ -42,6 +42,13 @@ class Buffers:
                 size = b.rows * b.heads * b.dim * dtype.itemsize
                 self.tensors[at] = workspace[b.offset : b.offset + size].view(dtype).view(b.shape)
 
+    def displace(self) -> None:
+        """Lets go of the workspace."""
+        self._views.clear()
+        for at, b in enumerate(self.buffers):
+            if b.tensor is None:
+                self.tensors[at] = _NONE
+
     def at(self, view: View) -> Tensor:
         """Rows and heads of a buffer, [rows, heads, dim]."""
         if (found := self._views.get(view)) is None and (found := self._of_callers.get(view)) is None:

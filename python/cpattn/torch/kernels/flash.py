@@ -18,7 +18,7 @@ from torch import Tensor
 from ...errors import Unsupported
 from .kernel import HALF, Honours, Kernel
 from .rectangles import Rectangles
-from .varlen import lengths, packed_lse, window
+from .varlen import bounds, lengths, packed_lse, window
 
 # The module with the functions, what Transformers calls the package, and how to install it.
 PACKAGES = {
@@ -66,7 +66,7 @@ class FlashAttention2(Kernel):
         )
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Rectangles) -> tuple[Tensor, Tensor]:
-        o, lse, *_ = self._forward(q, k, v, *lengths(call), dropout_p=0.0, **options(call))
+        o, lse, *_ = self._forward(q, k, v, *bounds(call), dropout_p=0.0, **options(call))
         return o, packed_lse(lse, call)
 
     def backward(
@@ -74,13 +74,17 @@ class FlashAttention2(Kernel):
     ) -> tuple[Tensor, Tensor, Tensor]:
         dq, dk, dv = fresh(q, k, v)
         self._backward(
-            d_o, q, k, v, o, lse, dq, dk, dv, *lengths(call), dropout_p=0.0, **options(call), deterministic=call.deterministic
+            d_o, q, k, v, o, lse, dq, dk, dv, *bounds(call), dropout_p=0.0, **options(call), deterministic=call.deterministic
         )
         return dq, dk, dv
 
 
 def options(call: Rectangles) -> dict[str, Any]:
     left, right = window(call)
+    if call.slopes is not None and right == 0:
+        # With a causal mask FlashAttention-2 adds slope·column to a score, and lse is off by slope·row. A left limit that the first key of a
+        # row cannot reach limits nothing, and one more would be taken for none.
+        left = call.max_seqlen_k - 1 if left < 0 else min(left, call.max_seqlen_k - 1)
     return {
         "softmax_scale": call.scale,
         "causal": (left, right) == (-1, 0),

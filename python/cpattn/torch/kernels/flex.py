@@ -134,7 +134,7 @@ def intervals(groups: tuple[Group, ...], k: Tensor) -> tuple[Tensor, Tensor]:
                         of_group[row].append((first[left] + x - left, first[left] + y - left))
         found += [joined(sorted(row)) for row in of_group]
     most = max(map(len, found))
-    padded = torch.tensor([[*row, *[(0, 0)] * (most - len(row))] for row in found])
+    padded = torch.tensor([[*row, *[(0, 0)] * (most - len(row))] for row in found], device="cpu")
     return padded[..., 0].contiguous(), padded[..., 1].contiguous()
 
 
@@ -154,12 +154,12 @@ def mask_of(begin: Tensor, end: Tensor, keys: int, device: torch.device) -> Bloc
     rows, count = begin.shape
     q_blocks, k_blocks = -(-rows // BLOCK), -(-keys // BLOCK)
     # For each row and block of keys, how many of the keys it reads.
-    edges = torch.arange(k_blocks + 1) * BLOCK
-    read = torch.zeros(rows, k_blocks, dtype=torch.long)
+    edges = torch.arange(k_blocks + 1, device="cpu") * BLOCK
+    read = torch.zeros(rows, k_blocks, dtype=torch.long, device="cpu")
     for at in range(count):
         ends = end[:, at, None].clamp(max=edges[None, 1:])
         read += (ends - begin[:, at, None].clamp(min=edges[None, :-1])).clamp(min=0)
-    sizes = torch.minimum(edges[1:], torch.tensor(keys)) - edges[:-1]
+    sizes = torch.minimum(edges[1:], torch.tensor(keys, device="cpu")) - edges[:-1]
     padded = torch.nn.functional.pad(read, (0, 0, 0, q_blocks * BLOCK - rows)).view(q_blocks, BLOCK, k_blocks)
     some = (padded > 0).any(1)
     # Rows that do not exist, and keys past the end, are in no full block.
@@ -207,7 +207,7 @@ def score_of(call: Rows, q: Tensor, k: Tensor) -> Callable[..., Tensor] | None:
 
 def places_of(groups: tuple[Group, ...], k: Tensor) -> tuple[Tensor, Tensor]:
     """One position for each row and each key, whose differences are the distances of all pairs."""
-    y, known, rows = torch.zeros(len(k), dtype=torch.long), torch.zeros(len(k), dtype=torch.bool), []
+    y, known, rows = torch.zeros(len(k), dtype=torch.long, device="cpu"), torch.zeros(len(k), dtype=torch.bool, device="cpu"), []
     for group in groups:
         moves: set[int] = set()
         for keys in group.keys:

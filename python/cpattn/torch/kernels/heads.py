@@ -23,7 +23,7 @@ class HeadMap:
         # Heads of dk and dv.
         self.kv_heads = heads if per_q_head else kv_heads
         # A run makes no tensor of numbers of the host, for which a device would have to be waited for.
-        self._index = torch.tensor(of_q).to(device)
+        self._index = torch.tensor(of_q, device="cpu").to(device)
         self._runs = [(head, self.of_q.index(head), self.of_q.count(head)) for head in sorted(set(self.of_q))]
 
     def expanded(self, x: Tensor) -> Tensor:

@@ -42,22 +42,27 @@ class Math(Kernel):
     )
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Rows) -> tuple[Tensor, Tensor]:
-        return self.forward_with_max(q, k, v, call)[:2]
+        return self._forward(q, k, v, call, None)
 
     def forward_with_max(self, q: Tensor, k: Tensor, v: Tensor, call: Rows) -> tuple[Tensor, Tensor, Tensor]:
-        """o, lse, and the largest score of each head."""
+        """o, lse, and the largest score of each head, NaN left out."""
+        largest = torch.full((q.shape[1],), -torch.inf, dtype=accumulator(q.dtype), device=q.device)
+        return *self._forward(q, k, v, call, largest), largest
+
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor, call: Rows, largest: Tensor | None) -> tuple[Tensor, Tensor]:
         wide = accumulator(q.dtype)
         o = torch.zeros(q.shape[0], q.shape[1], v.shape[2], dtype=wide, device=q.device)
         lse = torch.full((q.shape[1], q.shape[0]), -torch.inf, dtype=wide, device=q.device)
-        largest = torch.full((q.shape[1],), -torch.inf, dtype=wide, device=q.device)
         for group in call.groups:
             for part in parts(q, k, group, call):
                 logs = part.scores.logsumexp(2)
                 values = v.index_select(0, part.k_rows).to(wide)[:, call.kv]
                 o[part.rows] = torch.einsum("hqk,khd->qhd", weights(part.scores, logs), values)
                 lse[:, part.rows] = logs
-                largest = torch.maximum(largest, part.scores.amax((1, 2)))
-        return o, lse, largest
+                if largest is not None:
+                    numbers = part.scores.masked_fill(part.scores.isnan(), -torch.inf)
+                    torch.maximum(largest, numbers.amax((1, 2)), out=largest)
+        return o, lse
 
     def backward(
         self, d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor | None, lse: Tensor, call: Rows, delta: Tensor | None = None

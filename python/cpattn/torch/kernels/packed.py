@@ -7,6 +7,8 @@ are added. `Places` keeps that deterministic: rows that occur several times are 
 What a kernel does not do is done here, exactly: heads that do not divide are expanded, head dims are padded with zeros, and delta,
 which kernels compute from o and d_o, is put into an o: delta·d_o/|d_o|², whose product with d_o is delta. Where the loss has a gradient
 of lse, delta may be other than 0 in rows whose d_o is 0. Then more columns carry it: o has delta there, d_o 1 and v 0.
+
+A scale below 0 is the sign of q: kernels take the largest product for the largest score.
 """
 
 from __future__ import annotations
@@ -53,12 +55,12 @@ class Places:
     """Where the results of calls belong, in turns of which none has a place twice."""
 
     def __init__(self, count: int, device: torch.device, merges: bool = False):
-        self._had, self._device, self._merges = torch.zeros(count, dtype=torch.bool), device, merges
+        self._had, self._device, self._merges = torch.zeros(count, dtype=torch.bool, device="cpu"), device, merges
 
     def turns(self, parts: Sequence[Tensor]) -> list[Turn]:
         """`parts` are the places of each sequence of a call. A sequence has no place twice."""
         levels: list[list[tuple[int, Tensor]]] = []
-        seen = torch.zeros(len(self._had), dtype=torch.long)
+        seen = torch.zeros(len(self._had), dtype=torch.long, device="cpu")
         first = 0
         for part in parts:
             level = int(seen[part].max()) if len(part) else 0
@@ -69,7 +71,7 @@ class Places:
             first += len(part)
         turns = []
         for level_parts in levels:
-            rows = torch.cat([torch.arange(begin, begin + len(part)) for begin, part in level_parts])
+            rows = torch.cat([torch.arange(begin, begin + len(part), device="cpu") for begin, part in level_parts])
             places = torch.cat([part for _, part in level_parts])
             had = self._had[places] if self._merges else torch.zeros_like(places, dtype=torch.bool)
             for mask, fresh in ((~had, True), (had, False)):
@@ -94,6 +96,7 @@ class ByRectangles:
         self.work, self.kernel, op = work, work.kernel, work.op
         self.able = self.kernel.honours
         tried(self.kernel, work.device, work.dtype)
+        self._negative = op.score.scale < 0
         self.heads = HeadMap(work.kv.tolist(), work.k.heads, op.per_q_head, work.device, self.able.group)
         found = rectangles_of(op, in_order=slopes is not None)
         if not self.able.windows:
@@ -105,7 +108,7 @@ class ByRectangles:
         groups: dict[tuple[int | None, int | None], list[Rectangle]] = {}
         for one in found:
             groups.setdefault((one.left, one.right), []).append(one)
-        rows = torch.arange(work.rows.start, work.rows.stop) if isinstance(work.rows, slice) else work.rows.cpu()
+        rows = torch.arange(work.rows.start, work.rows.stop, device="cpu") if isinstance(work.rows, slice) else work.rows.cpu()
         of_q = Places(work.count, work.device, merges=True)
         of_k = Places(work.k.rows, work.device)
         self._calls = [self._call(op, limits, group, rows, of_q, of_k, slopes) for limits, group in groups.items()]
@@ -141,7 +144,7 @@ class ByRectangles:
             max(one.keys for one in group),
             tuple((one.rows, one.keys) for one in group),
             *limits,
-            op.score.scale,
+            abs(op.score.scale),
             op.score.softcap,
             of_sequences,
         )
@@ -207,6 +210,7 @@ class ByRectangles:
             returned_gradients(self.kernel, mine, parts)
             of_q, *of_keys = (x.to(work.accumulator) for x in parts)
             if dq is not None:
+                of_q = -of_q if self._negative else of_q
                 for turn in call.of_q:
                     add(dq, turn.places, take(of_q[..., : q.shape[2]], turn.rows))
             for whole, part in zip((dk, dv), of_keys):
@@ -230,6 +234,7 @@ class ByRectangles:
         return dims[0], dims[1]
 
     def _inputs(self, q: Tensor, k: Tensor, v: Tensor, dims: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
+        q = -q if self._negative else q
         q, k, v = padded(q, dims[0]), padded(self.heads.expanded(k), dims[0]), padded(self.heads.expanded(v), dims[1])
         return self._strided(q), self._strided(k), self._strided(v)
 
@@ -255,7 +260,7 @@ def refuse_corners(name: str, rectangles: Iterable[Rectangle]) -> None:
 
 
 def cumulative(lengths: Iterable[int], device: torch.device) -> Tensor:
-    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32).to(device)
+    return torch.tensor([0, *lengths], device="cpu").cumsum(0).to(torch.int32).to(device)
 
 
 def padded(x: Tensor, dim: int) -> Tensor:

@@ -191,5 +191,5 @@ def rectangles_of(op: Op, in_order: bool) -> list[Rectangle]:
 
 def rows_of_runs(runs: Iterable[Run]) -> Tensor:
     """The rows of runs, on the host."""
-    parts = [torch.arange(run.first, run.first + run.count * run.step, run.step) for run in runs]
-    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.long)
+    parts = [torch.arange(run.first, run.first + run.count * run.step, run.step, device="cpu") for run in runs]
+    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.long, device="cpu")

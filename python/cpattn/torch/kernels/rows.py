@@ -60,7 +60,7 @@ class Rows:
 
 def positions(r: Range) -> Tensor:
     """The position of each row of a range."""
-    i = torch.arange(r.len)
+    i = torch.arange(r.len, device="cpu")
     return r.pos + i // r.block * r.period + i % r.block
 
 
@@ -107,7 +107,7 @@ def groups_of(op: Op, device: torch.device, slopes: Tensor | None) -> tuple[Grou
     groups, at = [], 0
     for q in op.ranges:
         found = [(k, band, *interval(q.range, k, band, op.score)) for k, band in q.pairs]
-        used = torch.zeros(q.range.len, dtype=torch.bool)
+        used = torch.zeros(q.range.len, dtype=torch.bool, device="cpu")
         for _, _, begin, end in found:
             used |= begin < end
         keys = [keys_of(q.range, *each, used, device) for each in found if bool((each[2] < each[3]).any())]
@@ -123,11 +123,11 @@ def groups_of(op: Op, device: torch.device, slopes: Tensor | None) -> tuple[Grou
 
 def keys_of(q: Range, k: Range, band: Band, begin: Tensor, end: Tensor, used: Tensor, device: torch.device) -> Keys:
     """The keys of a pair of ranges without those that no row attends to."""
-    edges = torch.zeros(k.len + 1, dtype=torch.long)
+    edges = torch.zeros(k.len + 1, dtype=torch.long, device="cpu")
     some = begin < end
     edges.index_add_(0, begin[some], torch.ones_like(begin[some])).index_add_(0, end[some], -torch.ones_like(end[some]))
     read = edges.cumsum(0)[:-1] > 0
-    before = torch.cat([torch.zeros(1, dtype=torch.long), read.cumsum(0)])
+    before = torch.cat([torch.zeros(1, dtype=torch.long, device="cpu"), read.cumsum(0)])
     places = read.nonzero()[:, 0]
     tables = (k.row + places, before[begin[used]], before[end[used]], positions(k)[places] + band.shift, positions(q)[used])
     return Keys(*(x.to(device) for x in tables))

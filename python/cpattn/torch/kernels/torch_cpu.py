@@ -64,7 +64,7 @@ class TorchCpu(Kernel):
             parts = gradients(d, of_q, of_k, of_v, of_o, logs, call.scale, Block(slice(0), slice(0), square(call)))
             return tuple(x.transpose(1, 2).flatten(0, 1) for x in parts)  # type: ignore[return-value]
         kind = wide(q.dtype)
-        dq, dk, dv = (torch.zeros(x.shape, dtype=kind) for x in (q, k, v))
+        dq, dk, dv = (torch.zeros(x.shape, dtype=kind, device=q.device) for x in (q, k, v))
         for blocks in sequences(call):
             for block in blocks:
                 d, of_q, of_o = (one(x[block.q]) for x in (d_o, q, o))
@@ -132,8 +132,8 @@ FAR = 1 << 40
 
 @lru_cache(maxsize=64)
 def mask(rows: int, keys: int, low: int, high: int, dtype: torch.dtype) -> Tensor:
-    d = torch.arange(keys)[None] - torch.arange(rows)[:, None]
-    return torch.zeros(rows, keys, dtype=dtype).masked_fill((d < low) | (d > high), -torch.inf)
+    d = torch.arange(keys, device="cpu")[None] - torch.arange(rows, device="cpu")[:, None]
+    return torch.zeros(rows, keys, dtype=dtype, device="cpu").masked_fill((d < low) | (d > high), -torch.inf)
 
 
 def mask_of(block: Block, q: Tensor, k: Tensor) -> Tensor | None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from ...errors import Unsupported
 from .kernel import HALF, Honours, Kernel
 from .rectangles import Rectangles
-from .varlen import lengths, packed_lse, padded_lse, places_in_padded, window
+from .varlen import bounds, lengths, packed_lse, padded_lse, places_in_padded, window
 
 CAUSAL_FROM_BOTTOM_RIGHT = 2
 
@@ -43,7 +43,7 @@ class Flash(Kernel):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Rectangles) -> tuple[Tensor, Tensor]:
         left, right = window(call)
         o, lse, *_ = torch.ops.aten._flash_attention_forward(
-            q, k, v, *lengths(call), 0.0, (left, right) == (-1, 0), False,
+            q, k, v, *bounds(call), 0.0, (left, right) == (-1, 0), False,
             scale=call.scale, window_size_left=left, window_size_right=right,
         )  # fmt: skip
         return o, packed_lse(lse, call)
@@ -57,7 +57,7 @@ class Flash(Kernel):
         if torch.version.hip:
             lse = padded_lse(lse, call, call.max_seqlen_q)
         gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
-            d_o, q, k, v, o, lse, *lengths(call), 0.0, (left, right) == (-1, 0), state, state[:0],
+            d_o, q, k, v, o, lse, *bounds(call), 0.0, (left, right) == (-1, 0), state, state[:0],
             scale=call.scale, window_size_left=left, window_size_right=right,
         )  # fmt: skip
         return gradients

@@ -85,9 +85,9 @@ def attempt(kernel: Kernel, device: torch.device, dtype: torch.dtype, limits: tu
     rows, keys = (sum(x) for x in zip(*lengths))
     random = torch.Generator().manual_seed(1)
     shapes = ((rows, heads, dim), *((keys, heads // (2 if able.group else 1), dim),) * 2, (rows, heads, dim))
-    q, k, v, d_o = (torch.randn(shape, generator=random, dtype=torch.float64).to(dtype) for shape in shapes)
+    q, k, v, d_o = (torch.randn(shape, generator=random, dtype=torch.float64, device="cpu").to(dtype) for shape in shapes)
     o, lse, dq, dk, dv = expected(q.double(), k.double(), v.double(), d_o.double(), lengths, limits)
-    starts = [torch.tensor([0, *x]).cumsum(0).int().to(device) for x in zip(*lengths)]
+    starts = [torch.tensor([0, *x], device="cpu").cumsum(0).int().to(device) for x in zip(*lengths)]
     call = Rectangles(starts[0], starts[1], 6, 9, lengths, *limits, dim**-0.5)
     kernel.prepare(call)
     accumulator = torch.float64 if dtype == torch.float64 else torch.float32
@@ -116,7 +116,7 @@ def expected(
         for rows, keys in lengths:
             of_q = q[first_q : first_q + rows]
             of_k, of_v = (x[first_k : first_k + keys].repeat_interleave(group, 1) for x in (k, v))
-            d = torch.arange(keys)[None] - torch.arange(rows)[:, None] - (keys - rows)
+            d = torch.arange(keys, device="cpu")[None] - torch.arange(rows, device="cpu")[:, None] - (keys - rows)
             outside = torch.zeros_like(d, dtype=torch.bool)
             outside |= False if left is None else d < -left
             outside |= False if right is None else d > right

@@ -9,7 +9,7 @@
 
 Limits count from the bottom-right corner, -1 is none, and (-1, 0) a causal mask. lse is [heads, rows] in natural logarithms and f32; the
 padded [sequences, heads, longest] is taken too. `softcap=`, `alibi_slopes=` and `deterministic=` are given to a kernel that honours
-them. The backward computes delta as rowsum(o·d_o).
+them. Slopes must subtract slope·|i + keys - rows - j| from a score: a number added to all scores of a row is in lse. The backward computes delta as rowsum(o·d_o).
 """
 
 from __future__ import annotations
@@ -67,6 +67,13 @@ def lengths(call: Rectangles) -> tuple[Tensor, Tensor, int, int]:
     return call.cu_seqlens_q, call.cu_seqlens_k, call.max_seqlen_q, call.max_seqlen_k
 
 
+def bounds(call: Rectangles) -> tuple[Tensor, Tensor, int, int]:
+    """Lengths for FlashAttention-2, which takes a limit of at least `max_seqlen_k` for none. On the right, and with more rows than keys, such
+    a limit may be one."""
+    of_q, of_k, rows, keys = lengths(call)
+    return of_q, of_k, rows, keys if call.window_right is None else max(keys, call.window_right + 1)
+
+
 def window(call: Rectangles) -> tuple[int, int]:
     """The limits, -1: none."""
     left, right = (-1 if limit is None else limit for limit in (call.window_left, call.window_right))
@@ -91,6 +98,6 @@ def places_in_padded(call: Rectangles, longest: int, device: torch.device) -> Te
     """For each row its place among sequences padded to `longest`; made once for a call."""
     key = longest, device
     if key not in call.tables:
-        parts = [torch.arange(rows) + at * longest for at, (rows, _) in enumerate(call.lengths)]
+        parts = [torch.arange(rows, device="cpu") + at * longest for at, (rows, _) in enumerate(call.lengths)]
         call.tables[key] = torch.cat(parts).to(device)
     return call.tables[key]

@@ -99,7 +99,7 @@ class ByRows:
 
 def kv_of(op: Op, q: View) -> Tensor:
     """The kv head of the call that each q head of the call uses."""
-    return torch.div(torch.arange(q.heads) + op.heads.q_offset, op.heads.group, rounding_mode="floor") - op.heads.kv_offset
+    return torch.div(torch.arange(q.heads, device="cpu") + op.heads.q_offset, op.heads.group, rounding_mode="floor") - op.heads.kv_offset
 
 
 def gradients_of(op: Op) -> tuple[bool, bool]:
@@ -114,4 +114,4 @@ def rows_of(op: Op, device: torch.device) -> tuple[Tensor | slice, int]:
     if all(a.row + a.len == b.row for a, b in zip(ranges, ranges[1:])):
         first = ranges[0].row if ranges else 0
         return slice(first, first + count), count
-    return torch.cat([torch.arange(r.row, r.row + r.len) for r in ranges]).to(device), count
+    return torch.cat([torch.arange(r.row, r.row + r.len, device="cpu") for r in ranges]).to(device), count
