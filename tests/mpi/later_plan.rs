@@ -57,8 +57,8 @@ pub fn new() {
         // A rank that is still in the first run gets the error there if the others go on.
         let first = forward(&mut rank, &old).err();
         let mine = if me == odd { &new } else { &old };
-        // A rank that needs nothing of the odd one finds it in a later run: at once, or where MPI sends without waiting for
-        // the receiver, once the notice of another rank is there.
+        // A rank that needs nothing of the odd one finds it in a later run: at once, or where MPI sends without waiting
+        // for the receiver, once the notice of another rank is there.
         let mut error = first;
         while error.is_none() {
             assert!(began.elapsed() < LONG / 2, "rank {me} of which {odd} is odd has found nothing");
