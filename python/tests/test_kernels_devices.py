@@ -12,7 +12,6 @@ import torch
 from cpattn.torch import Context, kernels
 from cpattn.torch.kernels.torch_device import TorchDevice
 from doubles import aiter_mha, flash_attn_2
-from doubles.device import DEVICE, Device, OnDevice
 from kernel_problems import drawn_op, expected_backward, expected_forward, problem
 from processes import run
 from test_kernels import check, close
@@ -23,38 +22,46 @@ ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "examples/python"))
 
 
-class Moved(Plain):
-    """`Plain` on a device: it brings tensors to the CPU and back, as the device's own memory."""
+def on_a_second_device(rank, world):
+    """In a process of its own, since PyTorch cannot take back a device type, and checkpoints and trainers look for one."""
+    from doubles.device import DEVICE, Device, OnDevice
 
-    def forward(self, q, k, v, call):
-        return tuple(OnDevice(x) for x in super().forward(q.held, k.held, v.held, self.on_cpu(call)))
+    class Moved(Plain):
+        """`Plain` on a device: it brings tensors to the CPU and back, as the device's own memory."""
 
-    def backward(self, d_o, q, k, v, o, lse, call, delta=None):
-        held = (x.held for x in (d_o, q, k, v, o, lse))
-        return tuple(OnDevice(x) for x in super().backward(*held, self.on_cpu(call), delta=delta.held))
+        def forward(self, q, k, v, call):
+            return tuple(OnDevice(x) for x in super().forward(q.held, k.held, v.held, self.on_cpu(call)))
 
-    def on_cpu(self, call):
-        return kernels.Rectangles(**{**vars(call), "cu_seqlens_q": call.cu_seqlens_q.held, "cu_seqlens_k": call.cu_seqlens_k.held})
+        def backward(self, d_o, q, k, v, o, lse, call, delta=None):
+            held = (x.held for x in (d_o, q, k, v, o, lse))
+            return tuple(OnDevice(x) for x in super().backward(*held, self.on_cpu(call), delta=delta.held))
+
+        def on_cpu(self, call):
+            return kernels.Rectangles(**{**vars(call), "cu_seqlens_q": call.cu_seqlens_q.held, "cu_seqlens_k": call.cu_seqlens_k.held})
+
+    test = unittest.TestCase()
+    for seed in range(60):
+        op = drawn_op(random.Random(seed), stripes=seed % 3 == 0)
+        inputs = problem(op, seed=seed)
+        with Device() as device:
+            for kernel in (kernels.Math(), Moved()):
+                work = kernels.Work(kernel, op, DEVICE, torch.float64)
+                q, k, v, d_o, lse, delta = (x.to(DEVICE) for x in inputs)
+                test.assertIsInstance(q, OnDevice, seed)
+                with device.without_waits():
+                    found = [*work.forward(q, k, v), *work.backward(d_o, q, k, v, None, lse, delta, lse_gradient=True)]
+                test.assertTrue(all(isinstance(x, OnDevice) and x.device.type == "second" for x in found), seed)
+                o, _, *gradients = (x.held for x in found)
+                rows = work.rows.cpu() if isinstance(work.rows, torch.Tensor) else work.rows
+                wanted = expected_forward(op, *inputs[:3])[0][rows], *expected_backward(op, inputs[3], *inputs[:3], *inputs[4:])
+                for name, mine, want in zip(("o", "dq", "dk", "dv"), (o, *gradients), wanted):
+                    close(test, mine, want[rows] if name == "dq" else want, 1e-11, f"{name}, seed {seed}")
+    return True
 
 
 class SecondDeviceTest(unittest.TestCase):
     def test_drawn_operations(self):
-        for seed in range(60):
-            op = drawn_op(random.Random(seed), stripes=seed % 3 == 0)
-            inputs = problem(op, seed=seed)
-            with self.subTest(seed=seed), Device() as device:
-                for kernel in (kernels.Math(), Moved()):
-                    work = kernels.Work(kernel, op, DEVICE, torch.float64)
-                    q, k, v, d_o, lse, delta = (x.to(DEVICE) for x in inputs)
-                    self.assertIsInstance(q, OnDevice)
-                    with device.without_waits():
-                        found = [*work.forward(q, k, v), *work.backward(d_o, q, k, v, None, lse, delta, lse_gradient=True)]
-                    self.assertTrue(all(isinstance(x, OnDevice) and x.device.type == "second" for x in found))
-                    o, _, *gradients = (x.held for x in found)
-                    rows = work.rows.cpu() if isinstance(work.rows, torch.Tensor) else work.rows
-                    wanted = expected_forward(op, *inputs[:3])[0][rows], *expected_backward(op, inputs[3], *inputs[:3], *inputs[4:])
-                    for name, mine, want in zip(("o", "dq", "dk", "dv"), (o, *gradients), wanted):
-                        close(self, mine, want[rows] if name == "dq" else want, 1e-11, name)
+        self.assertEqual(run(on_a_second_device, 1), [True])
 
     def test_no_module_names_a_device(self):
         """Devices are those of tensors: only an adapter's `honours` may name one."""

@@ -3,15 +3,19 @@
 the CPU.
 
 As on a device, an operator whose tensors are not all on it is an error, except for copies between the two; and so is every wait of the
-host for a value, while `waits` is False."""
+host for a value, while `waits` is False.
+
+For processes that a test starts: PyTorch keeps a device type until the process ends, and later tests would take it for the accelerator."""
 
 import contextlib
+import multiprocessing
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+assert multiprocessing.parent_process() is not None, "import doubles.device inside a job of processes.run"
 _setup_privateuseone_for_python_backend("second")
 DEVICE = torch.device("second", 0)
 aten = torch.ops.aten
