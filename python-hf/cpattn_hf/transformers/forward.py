@@ -41,6 +41,7 @@ class Forward(Gathers):
     hidden: Tensor | None = None
     outputs: Any = None
     router: Any = None
+    ahead: Tensor | None = None  # the loss of heads for further tokens
     draws: Draws | None = None
     # Whether the model around the text model runs, on the whole batch.
     outer: bool = False

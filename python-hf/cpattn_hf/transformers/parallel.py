@@ -33,10 +33,11 @@ from .draws import Draws, refuse_layerdrop
 from .dropout import ByPlace
 from .forward import Forward
 from .images import Images
-from .inputs import checked
+from .inputs import LOSSES, checked, loss_of
 from .integrity import Integrity, configs_of
 from .mesh import group_of
 from .mixers import Mixer, Mixers
+from .mtp import MultiToken
 from .owners import refuse_owners, refuse_pickle
 from .pack import TAKEN
 from .pooled import Kept, pools, reader_of
@@ -99,6 +100,7 @@ class ContextParallel(Calls):
         self._kept: Kept | None = None
         self._dropouts: ByPlace | None = None
         self._asked: Reader | None = None
+        self._ahead: MultiToken | None = None
         self._others: list[ContextParallel] = []
         self._contexts: dict[torch.dtype, Context] = {}
         self._collectives: Collectives | None = None
@@ -250,6 +252,8 @@ class ContextParallel(Calls):
             if items is not None and (items := attempt(float, given := items)) is None:
                 raise refused("num_items_in_batch", given, "a number is needed")
             reader = self._asked or reader_of(self, self._kept, inputs)
+            if self._ahead:
+                self._ahead.check(found.labels is not None, reader is not None, bool(images), LOSSES.get(loss_of(self.model), True))
             if reader and found.weights is not None:
                 raise Unsupported("loss_weights are given where the loss is not that of labels of tokens: leave them out, and weigh the results")
             if self._found.pooled and found.slices is not None:
@@ -313,7 +317,7 @@ class ContextParallel(Calls):
 
     def _ends(self, *_: Any) -> None:
         if (forward := self._whole()) is not None:
-            forward.hidden = forward.router = Current.forward = None
+            forward.hidden = forward.router = forward.ahead = Current.forward = None
             if self._kept:
                 self._kept.restore()
             if forward.draws is not None:
@@ -337,6 +341,9 @@ class ContextParallel(Calls):
         ]
         if self._base is not None and hasattr(self.config, "output_router_logits"):
             self._hooks.append(self._base.register_forward_hook(keeps_router))
+        if self._ahead:
+            run = partial(torch.compiler.disable(MultiToken.__call__), self._ahead)  # type: ignore[no-untyped-call, unused-ignore]
+            self._hooks.append(self._ahead.base.register_forward_hook(run))
         if self._tiles:
             self._keep_hidden()
 
@@ -377,9 +384,13 @@ class ContextParallel(Calls):
             yield
         finally:
             if self.model._cpattn is self:
-                self._adapters.replace()
-                self._attend(NAME)
-                self._hook()
+                self._again()
+
+    def _again(self) -> None:
+        """The changes that `_restore` has undone."""
+        self._adapters.replace()
+        self._attend(NAME)
+        self._hook()
 
     def __reduce__(self) -> Any:
         return refuse_pickle()
