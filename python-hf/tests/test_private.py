@@ -45,6 +45,7 @@ HAS = {
     "_attn_implementation": ["transformers:PreTrainedConfig"],
     "_build_accelerator_args": ["transformers:Trainer"],
     "_precompute_ref_logps": ["trl:DPOTrainer"],
+    "_prepare_cp": ["accelerate:Accelerator"],
     "_generate": ["trl:GRPOTrainer"],
     "_generate_and_score_completions": ["trl:GRPOTrainer"],
 }
@@ -61,6 +62,7 @@ WRITTEN = {
     "_fsdp_flattened": "torch.distributed.fsdp._common_utils",
     "_is_flat_param": "torch.distributed.fsdp._flat_param",
     "_forward_pre_hooks": "torch.nn.modules.module",
+    "_forward_pre_hooks_with_kwargs": "torch.nn.modules.module",
 }
 # Where only builds for CUDA have the class.
 OF_CUDA = {name: ["torch.distributed:ProcessGroupNCCL"] for name in ("_comm_ptr", "_get_sequence_number_for_group")}
@@ -109,6 +111,7 @@ INSIDE = [
     "accelerate.data_loader:prepare_data_loader",
     "accelerate.utils:recursively_apply",
     "accelerate.utils:send_to_device",
+    "accelerate.big_modeling:_attach_context_parallel_hooks",
 ]
 # Documented names of Python: of enums, named tuples, ctypes and os.
 PYTHON = {"_name_", "_value_", "_fields", "_field_defaults", "_replace", "_asdict", "_type_", "_fields_", "_name", "_exit", "_is_protocol"}
