@@ -139,8 +139,8 @@ class Callbacks(Kept):
             agree=self._asked(self._agree),
             exchange=self._asked(self._exchange),
             poll=self._asked(lambda: self.transport.poll()),
-            abort=self._told(lambda: self.transport.abort()),
-            release=self._told(lambda: self.transport.release()),
+            abort=self._call(lambda: self.transport.abort()),
+            release=self._call(lambda: self.transport.release()),
         )
         self._table = _header.TransportTable(rank=transport.rank, world=transport.world, **functions)
 
@@ -178,7 +178,7 @@ class Callbacks(Kept):
 
         return callback
 
-    def _told(self, job: Callable[[], None]) -> Callable[[Any], None]:
+    def _call(self, job: Callable[[], None]) -> Callable[[Any], None]:
         """A callback without a result."""
 
         def callback(_context: Any) -> None:

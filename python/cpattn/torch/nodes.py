@@ -71,8 +71,8 @@ def _differing(words: Sequence[int]) -> str:
     found, sizes = [], []
     for word, ranks in given.items():
         source, size = _SOURCES[word // _BASE], word % _BASE - 1
-        told = (f"{source} {size}" if size >= 0 else f"an invalid {source}") if source else f"neither {ARGUMENT} nor {TORCHRUN}"
-        found.append(f"{told} on {_runs(ranks)}")
+        setting = (f"{source} {size}" if size >= 0 else f"an invalid {source}") if source else f"neither {ARGUMENT} nor {TORCHRUN}"
+        found.append(f"{setting} on {_runs(ranks)}")
         sizes.append(size)
     common = math.gcd(*sizes) if min(sizes) > 0 else 1
     fits = f"{common}, which divides all of these" if common > 1 else "a number that divides the ranks of each node"
