@@ -172,30 +172,30 @@ def _accumulator(dtype: Any) -> Any:
 
 
 def _forward(plan: Plan, number: int, rank: Rank, q: Any, k: Any, v: Any, _ends: Any, *sinks: Any) -> list[Any]:
-    rows, held = len(q), plan.share(number).q_tokens
+    rows, tokens = len(q), plan.share(number).q_tokens
     # The rank's tokens come first, then padding rows.
     o = np.zeros((rows, q.shape[1], v.shape[2]), q.dtype)
-    lse = np.empty((q.shape[1], held), _accumulator(q.dtype))
-    given = _tensors(q=q[:held], k=k[:held], v=v[:held], o=o[:held], lse=lse)
-    rank.forward(plan, **given, sinks=_memory(*sinks) if sinks else None)
-    return [o, np.pad(lse, ((0, 0), (0, rows - held)))[:, :, None]]
+    lse = np.empty((q.shape[1], tokens), _accumulator(q.dtype))
+    operands = _tensors(q=q[:tokens], k=k[:tokens], v=v[:tokens], o=o[:tokens], lse=lse)
+    rank.forward(plan, **operands, sinks=_memory(*sinks) if sinks else None)
+    return [o, np.pad(lse, ((0, 0), (0, rows - tokens)))[:, :, None]]
 
 
 def _backward(call: Call, plan: Plan, number: int, rank: Rank, q: Any, k: Any, v: Any, _ends: Any, *more: Any) -> list[Any]:
     *sinks, o, lse, d_o = more[:-1] if call.lse else more
-    held = plan.share(number).q_tokens
+    tokens = plan.share(number).q_tokens
     inputs = {"q": q, "k": k, "v": v, "o": o, "d_o": d_o}
     gradients = {f"d{name}": np.zeros_like(x) for name, x in zip("qkv", (q, k, v))}
-    lse = lse[:, :held, 0].copy()
-    given = _tensors(**{name: x[:held] for name, x in (inputs | gradients).items()}, lse=lse)
+    lse = lse[:, :tokens, 0].copy()
+    operands = _tensors(**{name: x[:tokens] for name, x in (inputs | gradients).items()}, lse=lse)
     results = list(gradients.values())
     if call.lse:
-        d_lse = more[-1][:, :held].copy()
-        given |= _tensors(d_lse=d_lse)
+        d_lse = more[-1][:, :tokens].copy()
+        operands |= _tensors(d_lse=d_lse)
     if sinks:
         dsinks = np.empty(sinks[0].shape, lse.dtype)
-        given |= _tensors(sinks=sinks[0], dsinks=dsinks)
-    rank.backward(plan, **given)
+        operands |= _tensors(sinks=sinks[0], dsinks=dsinks)
+    rank.backward(plan, **operands)
     if sinks:
         # dsinks is already the sum over all ranks, and jax.shard_map sums the results of the ranks.
         results.append(dsinks.astype(np.float32) if number == 0 else np.zeros(dsinks.shape, np.float32))
@@ -279,10 +279,10 @@ def attention(context: Context, layer: Layer, slices: Slices, with_lse: bool, q:
 
 
 def _attend(context: Context, layer: Layer, slices: Slices, with_lse: bool, *inputs: Any) -> Any:
-    *given, sinks = inputs
-    given += () if sinks is None else (sinks,)
-    o, lse = operation.bind(*given, call=Call(context, layer, slices, sinks_of(sinks), False, False))
-    return (o, lse[:, :, 0]) if with_lse else o, (*given, o, lse)
+    *operands, sinks = inputs
+    operands += () if sinks is None else (sinks,)
+    o, lse = operation.bind(*operands, call=Call(context, layer, slices, sinks_of(sinks), False, False))
+    return (o, lse[:, :, 0]) if with_lse else o, (*operands, o, lse)
 
 
 def _gradients(context: Context, layer: Layer, slices: Slices, with_lse: bool, kept: Any, cotangents: Any) -> Any:

@@ -149,8 +149,8 @@ class Context(PackedContext):
         """
         with_lse = flag("return_lse", return_lse)
         layer = Layer(window_left, window_right, scale, softcap, None, slopes_of("alibi_slopes", alibi_slopes))
-        given = {"q": q, "k": k, "v": v, **({} if sinks is None else {"sinks": sinks})}
-        for name, x in given.items():
+        inputs = {"q": q, "k": k, "v": v, **({} if sinks is None else {"sinks": sinks})}
+        for name, x in inputs.items():
             instance(name, x, jax.Array | np.ndarray, "an array of JAX or NumPy is needed")
             dtype = "float32" if name == "sinks" else str(q.dtype)
             if str(x.dtype) != dtype or dtype not in DTYPES:
@@ -288,17 +288,17 @@ class Batch(Packed):
         """The rows of all ranks, from `whole`, which has one row for each token of the batch; `fill` in padding rows.
         Differentiable."""
         whole = self._check("whole", whole, int(self.cu_seqlens[-1]), "fill", fill)
-        held = np.flatnonzero(self.tokens >= 0)
+        with_tokens = np.flatnonzero(self.tokens >= 0)
         empty = jnp.full((len(self.tokens), *whole.shape[1:]), fill, whole.dtype)
-        sharded: jax.Array = empty.at[held].set(whole[self.tokens[held]])
+        sharded: jax.Array = empty.at[with_tokens].set(whole[self.tokens[with_tokens]])
         return sharded
 
     def unshard(self, sharded: Any) -> jax.Array:
         """The inverse of `shard`: one row for each token of the batch, in its order. Differentiable."""
         sharded = self._check("sharded", sharded, len(self.tokens))
         place = np.empty(int(self.cu_seqlens[-1]), np.int32)
-        held = np.flatnonzero(self.tokens >= 0)
-        place[self.tokens[held]] = held
+        with_tokens = np.flatnonzero(self.tokens >= 0)
+        place[self.tokens[with_tokens]] = with_tokens
         rows: jax.Array = sharded[place]
         return rows
 
@@ -310,14 +310,14 @@ class Batch(Packed):
         return self.shard(jnp.roll(ids, -1).at[ends].set(ignore) if len(ids) else ids, ignore)
 
     def _check(self, name: str, x: Any, rows: int, filling: str = "", fill: Any = 0) -> Any:
-        given = jnp.asarray(x)
-        if given.ndim == 0 or len(given) != rows:
-            raise InvalidArgument(f"{name} has the shape {given.shape}, ({rows}, ...) is needed")
+        array = jnp.asarray(x)
+        if array.ndim == 0 or len(array) != rows:
+            raise InvalidArgument(f"{name} has the shape {array.shape}, ({rows}, ...) is needed")
         if isinstance(fill, enum.Enum):
             raise refused(filling, fill, "a number is needed, not a member of an enum: are two arguments exchanged?")
-        if not _holds(given.dtype, fill):
-            raise refused(filling, fill, f"which {given.dtype} cannot represent: convert {name}, or give another {filling}")
-        return given
+        if not _holds(array.dtype, fill):
+            raise refused(filling, fill, f"which {array.dtype} cannot represent: convert {name}, or give another {filling}")
+        return array
 
 
 def _holds(dtype: Any, number: Any) -> bool:
@@ -325,8 +325,8 @@ def _holds(dtype: Any, number: Any) -> bool:
     if isinstance(number, jax.core.Tracer) or jnp.issubdtype(dtype, jnp.inexact):
         return True
     with np.errstate(invalid="ignore"):
-        held = attempt(lambda: np.asarray(number).astype(dtype))
-    return held is not None and bool(held == number)
+        value = attempt(lambda: np.asarray(number).astype(dtype))
+    return value is not None and bool(value == number)
 
 
 def _varying_alike(over: frozenset[str], *arrays: jax.Array) -> list[jax.Array]:

@@ -94,14 +94,14 @@ def _forward(
     q, k, v = map(_rows, (q, k, v))
     o, lse, max_logit = _results(q, k, v, sinks, largest)
     sinks = None if sinks is None else sinks.detach().contiguous()
-    given: dict[str, Any] = {"max_logit": max_logit} if largest else {}
+    operands: dict[str, Any] = {"max_logit": max_logit} if largest else {}
     if seed is not None:
-        given["dropout_seed"] = known(seed_of("dropout_seed", seed))
+        operands["dropout_seed"] = known(seed_of("dropout_seed", seed))
     if keys is not None:
-        given["key_indices"] = keys
+        operands["key_indices"] = keys
     plan = batch._plan_for(q, k, v, sinks, layer, listed=keys is not None)
     batch.context.runs += 1
-    batch.context.rank.forward(plan, _stream(q), q=q, k=k, v=v, sinks=sinks, o=o, lse=lse, **given)
+    batch.context.rank.forward(plan, _stream(q), q=q, k=k, v=v, sinks=sinks, o=o, lse=lse, **operands)
     return o, lse, max_logit
 
 
@@ -128,18 +128,18 @@ def _backward(
     d_o, q, k, v, o = map(_rows, (torch.zeros_like(o) if d_o is None else d_o, q, k, v, o))
     lse = lse.detach()
     dq, dk, dv, dsinks = _gradients(d_o, q, k, v, sinks)
-    given: dict[str, Any] = {"q": q, "k": k, "v": v, "o": o, "lse": lse, "d_o": d_o, "dq": dq, "dk": dk, "dv": dv}
+    operands: dict[str, Any] = {"q": q, "k": k, "v": v, "o": o, "lse": lse, "d_o": d_o, "dq": dq, "dk": dk, "dv": dv}
     if sinks is not None:
-        given |= {"sinks": sinks.detach().contiguous(), "dsinks": lse.new_empty(sinks.shape)}
+        operands |= {"sinks": sinks.detach().contiguous(), "dsinks": lse.new_empty(sinks.shape)}
     if d_lse is not None:
-        given["d_lse"] = d_lse.detach()
+        operands["d_lse"] = d_lse.detach()
     if seed is not None:
-        given["dropout_seed"] = seed_of("dropout_seed", seed)
+        operands["dropout_seed"] = seed_of("dropout_seed", seed)
     if keys is not None:
-        given["key_indices"] = keys
-    batch.context.rank.backward(batch._plan_for(q, k, v, sinks, layer, d_o, listed=keys is not None), _stream(q), **given)
+        operands["key_indices"] = keys
+    batch.context.rank.backward(batch._plan_for(q, k, v, sinks, layer, d_o, listed=keys is not None), _stream(q), **operands)
     if sinks is not None:
-        dsinks.copy_(given["dsinks"]) if batch.context.number == 0 else dsinks.zero_()
+        dsinks.copy_(operands["dsinks"]) if batch.context.number == 0 else dsinks.zero_()
     return dq, dk, dv, dsinks
 
 
@@ -222,9 +222,9 @@ def _operator(name: str, inputs: str, outputs: str, function: Any, fake: Any) ->
     operator = torch.library.custom_op(f"cpattn::{name}", function, mutates_args=(), schema=schema)
     operator.register_effect(EffectType.ORDERED)
 
-    def shapes(*given: Any) -> Any:
+    def shapes(*operands: Any) -> Any:
         _keep_order()
-        return fake(*given)
+        return fake(*operands)
 
     operator.register_fake(shapes)
     return operator
@@ -292,8 +292,8 @@ class AllToAll(torch.autograd.Function):
         tokens, every = (share.q_tokens, plan.heads) if side == Side.Q else (share.k_tokens, plan.kv_heads)
         # The ring is 1, so that the ring share is the whole batch.
         info = plan.describe()
-        held, brought = (info.q_tokens if side == Side.Q else info.k_tokens, heads), (tokens, every)
-        to = x.new_empty(*(held if to_heads else brought), x.shape[2])
+        of_share, of_batch = (info.q_tokens if side == Side.Q else info.k_tokens, heads), (tokens, every)
+        to = x.new_empty(*(of_share if to_heads else of_batch), x.shape[2])
         (rank.to_heads if to_heads else rank.to_tokens)(plan, side, x if to_heads else x.contiguous(), to, _stream(x))
         return to
 
