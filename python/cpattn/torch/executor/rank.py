@@ -36,6 +36,8 @@ from .program import Attention, Program, Streams
 # What a caller knows a tensor by.
 _NAMES = {Of.OWN_TOKENS: "x", Of.OWN_HEADS: "x", Of.PARTIAL_O: "o", Of.PARTIAL_LSE: "lse"}
 _LSES = (Of.LSE, Of.D_LSE, Of.PARTIAL_LSE)
+# Arguments of `Rank` that no kernel of others honours.
+_OF_RANK = ("lse_base", "block_table", "page_size", "page_stride")
 
 
 class Executor:
@@ -53,35 +55,41 @@ class Executor:
     def forward(
         self,
         plan: Plan,
-        stream: object = None,
+        stream: Any = None,
         *,
         max_logit: Tensor | None = None,
         dropout_seed: object = None,
         key_indices: object = None,
         **tensors: Tensor | None,
     ) -> None:
-        """Writes o and lse of this rank's tokens, and max_logit if it is there. q, k, v, sinks, o, lse: as for `Rank.forward`."""
-        self._refuse({"return_max_logit": max_logit is not None, "key_indices": key_indices})
-        program = self._program(plan, Direction.FORWARD)
-        if max_logit is not None:
-            max_logit.fill_(-torch.inf)
-        self._run(program, tensors, max_logit=max_logit)
+        """Writes o and lse of this rank's tokens, and max_logit if it is there. q, k, v, sinks, o, lse: as for `Rank.forward`. `stream` is a
+        torch.Stream of the device, None: the current one."""
+        of_plan = {"dropout": None if dropout_seed is None else plan.settings.get("dropout")}
+        self._refuse({"return_max_logit": max_logit is not None, "dropout_seed": dropout_seed, "key_indices": key_indices, **of_plan}, tensors)
+        with self._on(stream):
+            program = self._program(plan, Direction.FORWARD)
+            if max_logit is not None:
+                max_logit.fill_(-torch.inf)
+            self._run(program, tensors, max_logit=max_logit)
 
     def backward(
-        self, plan: Plan, stream: object = None, *, d_lse: Tensor | None = None, dropout_seed: object = None, key_indices: object = None, **tensors: Tensor | None
+        self, plan: Plan, stream: Any = None, *, d_lse: Tensor | None = None, dropout_seed: object = None, key_indices: object = None, **tensors: Tensor | None
     ) -> None:
         """Writes dq, dk, dv (and dsinks, summed over all ranks): as `Rank.backward`. Either all ranks have a d_lse, or none has one."""
-        self._refuse({"key_indices": key_indices})
-        program = self._program(plan, Direction.BACKWARD, d_lse is not None)
-        self._run(program, tensors, d_lse=None if d_lse is None else of_lse(d_lse))
+        self._refuse({"dropout_seed": dropout_seed, "key_indices": key_indices}, tensors)
+        with self._on(stream):
+            program = self._program(plan, Direction.BACKWARD, d_lse is not None)
+            self._run(program, tensors, d_lse=None if d_lse is None else of_lse(d_lse))
 
-    def to_heads(self, plan: Plan, side: Side, source: Tensor, to: Tensor, stream: object = None) -> None:
+    def to_heads(self, plan: Plan, side: Side, source: Tensor, to: Tensor, stream: Any = None) -> None:
         """From this rank's tokens and all heads to all tokens and this rank's heads."""
-        self._run(self._all_to_all(plan, AllToAll.TO_HEADS, side, source), {"own_tokens": source, "own_heads": to})
+        with self._on(stream):
+            self._run(self._all_to_all(plan, AllToAll.TO_HEADS, side, source), {"own_tokens": source, "own_heads": to})
 
-    def to_tokens(self, plan: Plan, side: Side, source: Tensor, to: Tensor, stream: object = None) -> None:
+    def to_tokens(self, plan: Plan, side: Side, source: Tensor, to: Tensor, stream: Any = None) -> None:
         """The inverse of `to_heads`."""
-        self._run(self._all_to_all(plan, AllToAll.TO_TOKENS, side, source), {"own_heads": source, "own_tokens": to})
+        with self._on(stream):
+            self._run(self._all_to_all(plan, AllToAll.TO_TOKENS, side, source), {"own_heads": source, "own_tokens": to})
 
     def _all_to_all(self, plan: Plan, way: AllToAll, side: Side, x: Tensor) -> Program:
         dtype = dtype_of("x", x)
@@ -89,12 +97,25 @@ class Executor:
         return self._made(plan, key, lambda: (plan.all_to_all_schedule(self.network.rank, way, side, key[2], dtype), None))
 
     def combine(
-        self, plan: Plan, to: CombineTo, stream: object = None, *, partial_o: Tensor, partial_lse: Tensor, o: Tensor, lse: Tensor, sinks: Tensor | None = None
+        self,
+        plan: Plan,
+        to: CombineTo,
+        stream: Any = None,
+        *,
+        partial_o: Tensor,
+        partial_lse: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        sinks: Tensor | None = None,
+        **more: Any,
     ) -> None:
         """Merges partial results of the same queries: as `Rank.combine`."""
-        partial = dtype_of("o", partial_o)
-        program = self._made(plan, ("combine", to, partial), lambda: (plan.combine_schedule(self.network.rank, to, partial), None))
-        self._run(program, {"partial_o": partial_o, "partial_lse": partial_lse, "o": o, "lse": lse, "sinks": sinks})
+        self._refuse({}, more)
+        tensors = {"partial_o": partial_o, "partial_lse": partial_lse, "o": o, "lse": lse, "sinks": sinks, **more}
+        with self._on(stream):
+            partial = dtype_of("o", partial_o)
+            program = self._made(plan, ("combine", to, partial), lambda: (plan.combine_schedule(self.network.rank, to, partial), None))
+            self._run(program, tensors)
 
     def prepare(self, plan: Plan, direction: Direction) -> None:
         """Makes the program of a plan; ranks compare it at its first run."""
@@ -112,10 +133,13 @@ class Executor:
             raise
 
     def record(self, capacity: int) -> None:
-        raise Unsupported(f"record is of cpattn's kernels, and kernels is {self.kernel.name!r}: use torch.profiler")
+        raise self._no_trace("record")
 
     def gather_trace(self) -> list[Any]:
-        return []
+        raise self._no_trace("trace")
+
+    def _no_trace(self, name: str) -> Unsupported:
+        return Unsupported(f"{name} is of cpattn's kernels, and kernels is {self.kernel.name!r}: use torch.profiler")
 
     def poll(self) -> None:
         """Raises if this rank has failed, or another one of the transport."""
@@ -130,10 +154,26 @@ class Executor:
         self._programs = WeakKeyDictionary()
         self._workspace = torch.empty(0, dtype=torch.uint8, device=self.device)
 
-    def _refuse(self, of_call: Mapping[str, Any]) -> None:
-        """Refuses arguments of a call that change no message, on this rank alone."""
+    def _refuse(self, of_call: Mapping[str, Any], others: dict[str, Any]) -> None:
+        """Refuses arguments of a call that change no message, on this rank alone. What `Rank` takes besides tensors is taken out of
+        `others`."""
         self._check_open()
+        for name in [name for name in _OF_RANK if name in others]:
+            of_call = {**of_call, name: others.pop(name)}
         refuse(self.kernel, {**of_call, "device": self.device})
+
+    def _on(self, stream: Any) -> AbstractContextManager[Any]:
+        """Makes a stream the current one."""
+        if stream is None:
+            return nullcontext()
+        if self._streams is None:
+            raise Unsupported(f"stream is {stream!r}, None is needed: {self.device} has no streams")
+        if not callable(getattr(stream, "wait_event", None)):
+            raise InvalidArgument(f"stream is {stream!r}, a torch.Stream or None is needed with kernels={self.kernel.name!r}: None is the current stream of PyTorch")
+        if (device := torch.device(stream.device)) != self.device:
+            raise InvalidArgument(f"stream.device is {device}, {self.device} is needed, the device of the context")
+        current: AbstractContextManager[Any] = stream
+        return current
 
     def _program(self, plan: Plan, direction: Direction, lse_gradient: bool = False, compare: bool = True) -> Program:
         def make() -> tuple[Schedule, Attention]:
