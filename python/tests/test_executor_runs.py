@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import inspect
 import types
 import unittest
@@ -14,11 +16,13 @@ from mail import Office, Post, Talk, group, on_all
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
 
 import cpattn
 from cpattn import Plan, Side
 from cpattn.schedule import Lane
 from cpattn.torch import choice
+from cpattn.torch.dtypes import TORCH_DTYPES
 from cpattn.torch.executor import Executor, explain
 from cpattn.torch.executor.partials import merge
 from cpattn.torch.executor.program import Streams
@@ -75,6 +79,34 @@ class NoWaits(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+class Allocations(TorchDispatchMode):
+    """Refuses operators that allocate, except within `others`: a kernel's, and those of the network's double."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.within, self.seen = 0, 0
+
+    def others(self, function: Any) -> Any:
+        @functools.wraps(function)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            self.within += 1
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.within -= 1
+
+        return wrapped
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = function(*args, **(kwargs or {}))
+        if not self.within:
+            inputs, outputs = ([x for x in tree_flatten(of)[0] if isinstance(x, Tensor)] for of in ((args, kwargs), found))
+            there = {x.untyped_storage().data_ptr() for x in inputs}
+            assert all(not x.numel() or x.untyped_storage().data_ptr() in there for x in outputs), f"{function} allocates"
+            self.seen += 1
+        return found
+
+
 class Stream:
     """A stream that notes what it is told."""
 
@@ -116,6 +148,53 @@ class Runs(unittest.TestCase):
                 on_all(group(4, MATH), job)
         with self.assertRaisesRegex(AssertionError, "waits for the device"), NoWaits():
             torch.ones(1).item()
+
+    def test_no_allocation_in_a_second_run(self) -> None:
+        """But the kernel's, whatever it takes and returns: other strides, other dims, parts that are merged."""
+        more: list[dict[str, Any]] = [
+            {"window_left": 7}, {"ring": 4, "layout": "striped", "layout_parameter": 3}, {"ring": 4, "dtype": "bfloat16"}, {"scale": -0.5},
+            {"ulysses": 4, "gather": "together"},
+        ]  # fmt: skip
+        for options in OPTIONS + more:
+            for name in ("math", "torch"):
+                if name == "torch" and "softcap" in options:
+                    continue
+                plan, kernel = plan_of(options), find(name, "cpu")
+
+                def job(number: int, rank: Executor, plan: Plan = plan, kernel: Any = kernel) -> None:
+                    made = tensors(plan, number)
+                    made = {key: x.to(TORCH_DTYPES[plan.dtype]) for key, x in made.items()}
+                    inputs = {key: made[key] for key in made if key != "d_o"}
+                    results = {"o": torch.empty_like(made["q"]), "lse": torch.empty(HEADS, len(made["q"]))}
+                    d_lse = torch.ones(HEADS, len(made["q"]))
+                    of_inputs = {"d" + key: torch.empty_like(x) for key, x in inputs.items()}
+                    source = torch.randn(len(made["q"]), HEADS, 3)
+                    to = torch.empty(CU[-1], HEADS // 4, 3) if plan.settings.get("ulysses") == 4 else None
+
+                    def run() -> None:
+                        rank.forward(plan, **inputs, **results)
+                        rank.backward(plan, **inputs, **results, **of_inputs, d_o=made["d_o"], d_lse=d_lse)
+                        if to is not None:
+                            rank.to_heads(plan, Side.Q, source, to)
+
+                    for _ in range(2):  # the first run makes its tables, the second the views of memory that has grown
+                        run()
+                    counting, network = Allocations(), rank.network
+                    moves = {key: counting.others(getattr(network, key)) for key in ("post", "wait")}
+                    double = copy.copy(kernel)
+                    double.forward, double.backward = counting.others(kernel.forward), counting.others(kernel.backward)
+                    for program in rank._programs[plan].values():
+                        for step in program.steps:
+                            if (work := getattr(step, "work", None)) is not None:
+                                work._runner.kernel = double
+                    with unittest.mock.patch.multiple(network, **moves), counting:
+                        run()
+                    assert counting.seen
+
+                with self.subTest(options=options, kernel=name):
+                    on_all([Executor(rank.transport, rank.network, kernel) for rank in group(4, kernel)], job)
+        with self.assertRaisesRegex(AssertionError, "allocates"), Allocations():
+            torch.ones(1) + 1
 
     def test_a_workspace_that_stays(self) -> None:
         """Also where plans of several sizes take turns."""
