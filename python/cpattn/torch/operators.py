@@ -65,9 +65,9 @@ def _rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def _stream(tensor: Tensor) -> int | None:
-    """PyTorch's current stream."""
-    if not tensor.is_cuda:
+def _stream(rank: Rank | Executor, tensor: Tensor) -> int | None:
+    """PyTorch's current stream, which an executor finds itself."""
+    if not tensor.is_cuda or not isinstance(rank, Rank):
         return None
     stream: int = torch.cuda.current_stream(tensor.device).cuda_stream
     return stream
@@ -101,7 +101,7 @@ def _forward(
         operands["key_indices"] = keys
     plan = batch._plan_for(q, k, v, sinks, layer, listed=keys is not None)
     batch.context.runs += 1
-    batch.context.rank.forward(plan, _stream(q), q=q, k=k, v=v, sinks=sinks, o=o, lse=lse, **operands)
+    batch.context.rank.forward(plan, _stream(batch.context.rank, q), q=q, k=k, v=v, sinks=sinks, o=o, lse=lse, **operands)
     return o, lse, max_logit
 
 
@@ -137,7 +137,8 @@ def _backward(
         operands["dropout_seed"] = seed_of("dropout_seed", seed)
     if keys is not None:
         operands["key_indices"] = keys
-    batch.context.rank.backward(batch._plan_for(q, k, v, sinks, layer, d_o, listed=keys is not None), _stream(q), **operands)
+    rank = batch.context.rank
+    rank.backward(batch._plan_for(q, k, v, sinks, layer, d_o, listed=keys is not None), _stream(rank, q), **operands)
     if sinks is not None:
         dsinks.copy_(operands["dsinks"]) if batch.context.number == 0 else dsinks.zero_()
     return dq, dk, dv, dsinks
@@ -294,7 +295,7 @@ class AllToAll(torch.autograd.Function):
         info = plan.describe()
         of_share, of_batch = (info.q_tokens if side == Side.Q else info.k_tokens, heads), (tokens, every)
         to = x.new_empty(*(of_share if to_heads else of_batch), x.shape[2])
-        (rank.to_heads if to_heads else rank.to_tokens)(plan, side, x if to_heads else x.contiguous(), to, _stream(x))
+        (rank.to_heads if to_heads else rank.to_tokens)(plan, side, x if to_heads else x.contiguous(), to, _stream(rank, x))
         return to
 
     @staticmethod
