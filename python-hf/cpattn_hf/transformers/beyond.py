@@ -12,13 +12,14 @@ import copy
 import inspect
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from transformers import set_seed
 
 from cpattn.errors import InvalidArgument, Unsupported
 from .attention import NAME
+from .rollouts import refuse_generators, served
 
 if TYPE_CHECKING:
     from .parallel import ContextParallel
@@ -27,8 +28,6 @@ SFT = "trl.trainer.sft_trainer"
 REWARD = "trl.trainer.reward_trainer"
 GENERATING = ("trl.trainer.grpo_trainer", "trl.trainer.rloo_trainer")
 MODULES = (SFT, REWARD, "trl.trainer.dpo_trainer", "trl.trainer.kto_trainer", *GENERATING)
-# Options of GRPOConfig and RLOOConfig for other ways to generate.
-GENERATORS = ("use_vllm", "use_transformers_continuous_batching")
 
 
 def fused() -> bool:
@@ -48,7 +47,8 @@ def beyond(cp: ContextParallel, kind: type[Any]) -> type[Any]:
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             if module in GENERATING:
                 args, kwargs = _batches(cp, kind, args, kwargs)
-            super().__init__(*args, **kwargs)
+            with served(cp, module) if module in GENERATING else nullcontext():
+                super().__init__(*args, **kwargs)
             self._share_reference()
             if module in GENERATING:
                 # TRL gives each process another seed. Ranks of a replica need the same, that of the process which a replica stands for.
@@ -101,7 +101,7 @@ def beyond(cp: ContextParallel, kind: type[Any]) -> type[Any]:
         if module in GENERATING:
 
             def _generate(self, prompts: list[Any]) -> Any:
-                """All ranks generate, each with the whole model, and take what rank 0 of the group has got."""
+                """All ranks generate, each with the whole model, or get completions of a server; and take what rank 0 of the group has got."""
                 with cp.off():
                     return cp.sent(super()._generate(prompts))
 
@@ -138,9 +138,7 @@ def _batches(cp: ContextParallel, kind: type[Any], args: Any, kwargs: Any) -> tu
     bound = inspect.signature(kind.__init__).bind(None, *args, **kwargs)
     if (given := bound.arguments.get("args")) is None:
         raise InvalidArgument(f"args is needed: the {kind.__name__.replace('Trainer', 'Config')} of the trainer")
-    for name in GENERATORS:
-        if getattr(given, name, False):
-            raise Unsupported(f"{name} is True, which is not supported: leave it out (the model generates), or give rollout_func")
+    refuse_generators(given, bound.arguments)
     given = copy.copy(given)
     given.generation_batch_size //= cp.ranks
     for batch, number in (("generation_batch_size", "num_generations"), ("per_device_eval_batch_size", "num_generations_eval")):
