@@ -58,6 +58,11 @@ def trainer(cp: ContextParallel, kind: type[Any], send_batches: bool = False, sh
 
     class ContextParallelTrainer(kind):  # type: ignore[misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
+            if cp._peers.ranks:
+                raise Unsupported(
+                    f"the model is split over the ranks {list(cp._peers.ranks)} by tensor parallelism, and cp.trainer has one part of the batch for each process or "
+                    "replica: write the loop yourself (loss.backward(), optimizer.step()), which docs/parallelism.md shows"
+                )
             super().__init__(*args, **kwargs)
             self._refuse_parallelism()
             if callable(self.compute_loss_func) or self.label_smoother is not None:

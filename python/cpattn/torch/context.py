@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ..arguments import attempt, flag, instance, one_of, refused, whole
 from .._signature import named
@@ -417,8 +418,13 @@ class Batch(Heads, Gathering, Packed):
 
     def shift(self, rows: Tensor, by: int, fill: float) -> Tensor:
         """For each of this rank's tokens, the row that is `by` tokens later in its document (earlier, if negative), which
-        another rank may hold; `fill` if the document has no such token. All ranks call it. Not differentiable."""
-        return self._shift("rows", rows, whole("by", by, -(2**31), 2**31), "fill", fill)
+        another rank may hold; `fill` if the document has no such token. All ranks call it, and the backward pass of rows that need gradients
+        as well."""
+        by = whole("by", by, -(2**31), 2**31)
+        if isinstance(rows, Tensor) and rows.requires_grad and torch.is_grad_enabled():
+            shifted: Tensor = _Shifted.apply(rows, self, by, fill)  # type: ignore[no-untyped-call]
+            return shifted
+        return self._shift("rows", rows, by, "fill", fill)
 
     def _shift(self, name: str, rows: Tensor, by: int, filling: str, fill: float) -> Tensor:
         self._check(name, rows, len(self.tokens))
@@ -438,6 +444,20 @@ class Batch(Heads, Gathering, Packed):
         operators.on_device(self.context, name, tensor)
         if tensor.ndim == 0 or len(tensor) != rows:
             raise InvalidArgument(f"{name} has the shape {tuple(tensor.shape)}, ({rows}, ...) is needed")
+
+
+class _Shifted(torch.autograd.Function):
+    """`Batch.shift` with gradients, which go the other way: each row is read by one row at most."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, batch: Batch, by: int, fill: float) -> Tensor:
+        ctx.batch, ctx.by = batch, by
+        return batch._shift("rows", rows, by, "fill", fill)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator, unused-ignore]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.batch._shift("rows", gradient.contiguous(), -ctx.by, "fill", 0), None, None, None
 
 
 def _tokens_of(plan: Plan) -> str:
