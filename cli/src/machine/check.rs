@@ -7,7 +7,8 @@ use std::fmt::Write;
 
 use cpattn::{Error, Machine, Mask, Result, schedule::Direction};
 
-use crate::cases::Case;
+use super::cases::Case;
+use crate::json::Json;
 
 /// Both, in this order.
 pub const DIRECTIONS: [Direction; 2] = [Direction::Forward, Direction::Backward];
@@ -97,17 +98,15 @@ impl Cases {
         Ok(text)
     }
 
-    /// The same and the description, as JSON.
-    pub fn to_json(&self, machine: &Machine) -> Result<String> {
+    /// The lines of the table, as JSON.
+    pub fn as_json(&self, machine: &Machine) -> Result<Vec<Json>> {
         const NAMES: [&str; 7] = ["case", "dtype_dim", "mask", "mesh", "layout", "levels", "direction"];
-        let mut text = format!("{{\"machine\": {:?}, \"cases\": [", machine.to_string());
-        for (i, line) in self.lines(machine)?.iter().enumerate() {
-            let words: String =
-                NAMES.iter().zip(&line.words).map(|(name, word)| format!("{name:?}: {word:?}, ")).collect();
-            let (predicted, measured) = (line.predicted, line.measured);
-            let comma = if i > 0 { "," } else { "" };
-            let _ = write!(text, "{comma}\n{{{words}\"predicted\": {predicted:e}, \"measured\": {measured:e}}}");
-        }
-        Ok(text + "\n]}\n")
+        let of = |line: Line| {
+            let mut fields: Vec<_> = NAMES.into_iter().zip(line.words.map(Json::Text)).collect();
+            fields.push(("predicted", Json::Number(line.predicted)));
+            fields.push(("measured", Json::Number(line.measured)));
+            Json::Object(fields)
+        };
+        Ok(self.lines(machine)?.into_iter().map(of).collect())
     }
 }

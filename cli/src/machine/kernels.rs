@@ -12,7 +12,7 @@ use cpattn::{
     machine::{KernelRate, KernelShape},
 };
 
-use crate::{
+use super::{
     cases::finite,
     fit::{Sample, non_negative},
 };

@@ -21,7 +21,7 @@ use cpattn::{
     },
 };
 
-use crate::cases::Tensors;
+use super::cases::Tensors;
 
 pub const DEADLINE: Duration = Duration::from_secs(120);
 

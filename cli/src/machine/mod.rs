@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Measures the machine that it runs on, and writes its description; with `--check` it also runs cases, predicts each
-//! from that description, and prints both.
+//! `cpattn machine`: measures the machine that it runs on, and writes its description; with `--check` it also runs
+//! cases, predicts each from that description, and prints both.
 //!
 //! ```text
-//! cargo run --release --example machine -- --ranks 4 > mine.machine
-//! cargo run --release --example machine -- --ranks 4 --check
-//! mpirun -n 4 target/release/examples/machine --transport mpi > mine.machine      built with --features mpi
+//! cpattn machine --world 4 > mine.machine
+//! cpattn machine --world 4 --check
+//! mpirun -n 4 cpattn machine --transport mpi > mine.machine      built with --features mpi
 //! ```
 //!
 //! Ranks are threads, or processes over MPI on one host or on several. Hosts that `examples/hosts` makes on one machine
@@ -13,7 +13,6 @@
 //!
 //! Every figure is the best of many short measurements, spread over the time that the program runs: other programs
 //! only ever make a measurement slower.
-#![allow(missing_docs, reason = "a program has no users of its items")]
 
 mod cases;
 mod check;
@@ -23,9 +22,9 @@ mod links;
 #[cfg(feature = "mpi")]
 mod processes;
 
-use std::{path::PathBuf, process::ExitCode, sync::Barrier, thread::available_parallelism};
+use std::{path::PathBuf, sync::Barrier, thread::available_parallelism};
 
-use clap::{Parser, ValueEnum};
+use clap::Args;
 use cpattn::{
     Dtype, Machine, Rank, Result,
     machine::{KernelRate, LinkRate},
@@ -33,26 +32,22 @@ use cpattn::{
     transport::local,
 };
 
-use crate::{cases::Case, check::Cases, links::DEADLINE};
+use crate::{
+    json::{Json, JsonOption},
+    options::{TransportOption, TransportRule, WorldOption, read_machine},
+};
+use {cases::Case, check::Cases, links::DEADLINE};
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum RanksAre {
-    /// Threads of this process.
-    Local,
-    /// The processes that mpirun has started; needs a build with the feature mpi.
-    Mpi,
-}
+/// Most ranks that are threads.
+const MOST_RANKS: usize = 64;
 
-/// Measures this machine and writes its description.
-#[derive(Parser, Debug)]
-#[command(name = "machine")]
-struct Arguments {
-    /// What ranks are.
-    #[arg(long, value_enum, default_value = "local")]
-    transport: RanksAre,
-    /// Threads: ranks of a node; default: the cores of this machine.
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=64))]
-    ranks: Option<u16>,
+/// Measure this machine and write its description, for `cpattn mesh --machine`.
+#[derive(Args, Debug)]
+pub struct Arguments {
+    #[command(flatten)]
+    world: WorldOption,
+    #[command(flatten)]
+    transport: TransportOption,
     /// Processes: all hosts were made on one machine, and share its cores.
     #[arg(long)]
     one_machine: bool,
@@ -72,9 +67,8 @@ struct Arguments {
     /// Run at least 14 cases, predict each, print a table of both as Markdown.
     #[arg(long)]
     check: bool,
-    /// Write the table as JSON too (with --check).
-    #[arg(long, value_name = "FILE", requires = "check")]
-    json: Option<PathBuf>,
+    #[command(flatten)]
+    json: JsonOption,
 }
 
 /// Element types and head dims that are measured.
@@ -118,7 +112,7 @@ impl Host {
 
 /// The description of ranks that are threads, measured in rounds; `between_rounds` is called after each of them.
 fn measured(arguments: &Arguments, cores: usize, mut between_rounds: impl FnMut() -> Result<()>) -> Result<Machine> {
-    let ranks = arguments.ranks.map_or(cores, usize::from);
+    let ranks = arguments.world.world.unwrap_or(cores);
     let mut host = Host::new(&SHAPES, cores.min(ranks));
     let mut link = LinkRate { latency: f64::INFINITY, rate: 0.0 };
     for _ in 0..arguments.rounds {
@@ -160,33 +154,32 @@ fn cores() -> usize {
     available_parallelism().map_or(1, usize::from)
 }
 
-/// The description that was given.
-fn given(arguments: &Arguments) -> Result<Option<Machine>, String> {
-    let read = |file: &PathBuf| {
-        let description = std::fs::read_to_string(file).map_err(|e| format!("{}: {e}", file.display()))?;
-        Machine::parse(&description).map_err(|e| format!("{}: {e}", file.display()))
-    };
-    arguments.machine.as_ref().map(read).transpose()
+/// The description of `--machine`.
+fn description(arguments: &Arguments) -> std::result::Result<Option<Machine>, String> {
+    arguments.machine.as_deref().map(read_machine).transpose()
 }
 
-/// Prints a description, or one with the cases that were held against it.
-fn print(arguments: &Arguments, machine: &Machine, cases: Option<&Cases>) -> Result<(), String> {
+/// Prints a description, or one with the cases that were compared with it.
+fn print(arguments: &Arguments, machine: &Machine, cases: Option<&Cases>) -> std::result::Result<(), String> {
     let text = |e: cpattn::Error| e.to_string();
-    let Some(cases) = cases else {
-        println!("# Measured by `cargo run --release --example machine`. With one node, `between` repeats `inside`.");
-        print!("{machine}");
-        return Ok(());
+    let page = match cases {
+        Some(cases) => format!("```text\n{machine}```\n\n{}", cases.to_markdown(machine).map_err(text)?),
+        None => {
+            format!(
+                "# Measured by `cargo run --release -- machine`. With one node, `between` repeats `inside`.\n{machine}"
+            )
+        }
     };
-    println!("```text\n{machine}```\n\n{}", cases.to_markdown(machine).map_err(text)?);
-    let Some(file) = &arguments.json else { return Ok(()) };
-    std::fs::write(file, cases.to_json(machine).map_err(text)?).map_err(|e| format!("{}: {e}", file.display()))
+    arguments.json.text().line(page.strip_suffix('\n').unwrap_or(&page))?;
+    let lines = cases.map_or(Ok(Vec::new()), |cases| cases.as_json(machine)).map_err(text)?;
+    arguments.json.write(|| Json::Object(vec![("machine", Json::text(machine)), ("cases", Json::List(lines))]))
 }
 
-fn over_threads(arguments: &Arguments) -> Result<(), String> {
+fn over_threads(arguments: &Arguments) -> std::result::Result<(), String> {
     let text = |e: cpattn::Error| e.to_string();
     let list = if arguments.check { cases::of_threads().map_err(text)? } else { Vec::new() };
     let mut cases = Cases::new(list);
-    let machine = match given(arguments)? {
+    let machine = match description(arguments)? {
         Some(machine) => {
             (0..arguments.rounds).try_for_each(|_| cases.round(of_threads)).map_err(text)?;
             machine
@@ -200,25 +193,23 @@ fn over_threads(arguments: &Arguments) -> Result<(), String> {
 use processes::over_processes;
 
 #[cfg(not(feature = "mpi"))]
-fn over_processes(_: &Arguments) -> Result<(), String> {
-    Err("--transport is mpi, which this build does not have: build with --features mpi".into())
+fn over_processes(_: &Arguments) -> std::result::Result<(), String> {
+    Err(crate::options::NO_MPI.into())
 }
 
-fn main() -> ExitCode {
-    let arguments = Arguments::parse();
-    let outcome = match arguments.transport {
-        RanksAre::Local if arguments.one_machine => Err("--one-machine is given, expected with --transport mpi".into()),
-        RanksAre::Local => over_threads(&arguments),
-        RanksAre::Mpi if arguments.ranks.is_some() => {
-            Err("--ranks is given, expected without --transport mpi: mpirun says how many".into())
+pub fn main(arguments: &Arguments) -> std::result::Result<bool, String> {
+    match (arguments.transport.transport, arguments.world.world) {
+        (TransportRule::Local, _) if arguments.one_machine => {
+            Err("--one-machine is given, expected with --transport mpi".into())
         }
-        RanksAre::Mpi => over_processes(&arguments),
-    };
-    match outcome {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            eprintln!("error: {error}");
-            ExitCode::FAILURE
+        (TransportRule::Local, Some(world)) if !(1..=MOST_RANKS).contains(&world) => {
+            Err(format!("--world is {world}, expected 1 to {MOST_RANKS}: each rank is a thread here"))
         }
+        (TransportRule::Local, _) => over_threads(arguments),
+        (TransportRule::Mpi, Some(_)) => {
+            Err("--world is given, expected without --transport mpi: mpirun says how many".into())
+        }
+        (TransportRule::Mpi, None) => over_processes(arguments),
     }
+    .map(|()| true)
 }

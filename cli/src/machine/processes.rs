@@ -13,11 +13,11 @@ use cpattn::{
 };
 use mpi::{Threading, topology::Communicator};
 
-use crate::{
+use super::{
     Arguments, Host, SHAPES,
     cases::{self, Case},
     check::Cases,
-    cores, given,
+    cores, description,
     links::{DEADLINE, Links},
     print,
 };
@@ -99,11 +99,11 @@ fn together(arguments: &Arguments, world: &impl Communicator) -> Result<(), Stri
         Vec::new()
     };
     let mut cases = Cases::new(list);
-    let given = given(arguments)?;
+    let known = description(arguments)?;
     let (cores, mut links) = (cores(), Links::new(node));
     let mut host = Host::new(&SHAPES[..1], cores);
     for _ in 0..arguments.rounds {
-        if given.is_none() {
+        if known.is_none() {
             meeting.begin().map_err(text)?;
             if number == 0 {
                 host.round().map_err(text)?;
@@ -117,7 +117,7 @@ fn together(arguments: &Arguments, world: &impl Communicator) -> Result<(), Stri
         cases.round(makespan).map_err(text)?;
     }
     if number == 0 {
-        let machine = match given {
+        let machine = match known {
             Some(machine) => machine,
             None => described(arguments, ranks, node, cores, &host, &links).map_err(text)?,
         };

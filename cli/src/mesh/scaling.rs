@@ -8,7 +8,7 @@ use cpattn::{
     predict::{Effort, Model, Outlook},
 };
 
-use crate::picture;
+use super::picture;
 
 const RANKS: [usize; 7] = [8, 32, 128, 512, 2048, 8192, 16_384];
 /// Tokens of strong scaling.
@@ -37,7 +37,7 @@ pub fn pages(machine: &Machine, file: &str) -> Result<(String, String)> {
         "# Scaling, predicted\n\n\
          **Nothing here was measured on a cluster.** The figures are predictions for {}, from `{file}`, whose figures are {}. \
          They are of one layer's attention, forward and backward, without the rest of a model.\n\n\
-         `cargo run --release --example which_mesh -- --scaling docs` writes this page and its picture.\n\n\
+         `cargo run --release -- mesh --scaling docs` writes this page and its picture.\n\n\
          - *Part of ideal*: the time if all work were spread evenly over the ranks at the kernels' rates and nothing else took \
          time, over the predicted time.\n\
          - Up to 32 ranks the best candidates are simulated operation by operation; above that the time is that of the busiest \

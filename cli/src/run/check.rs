@@ -48,7 +48,7 @@ use cpattn::{
     schedule::{CirculatingSide, Direction},
 };
 
-use crate::{
+use super::{
     reference::mixed_scores,
     team::{How, Inputs, Results, Team},
 };
@@ -210,7 +210,7 @@ mod tests {
     use half::{bf16, f16};
 
     use super::*;
-    use crate::{input::Random, reference::reference};
+    use crate::run::{input::Random, reference::reference};
 
     const HEADS: usize = 4;
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Where inputs come from: a safetensors file, or a seed.
+//! Where inputs come from: a safetensors file, or a seed. The default file is in the program.
 //!
 //! Values are held in f64, which every element type converts to without loss; references are used only while the
 //! conversion to the type of the run loses nothing either.
@@ -7,9 +7,10 @@
 use std::{fmt::Display, path::Path};
 
 use cpattn::{Batch, Dtype, Element, Mask, Problem, Side};
-use safetensors::{SafeTensors, tensor::TensorView};
 
-use crate::team::{Inputs, Results};
+use crate::safetensors::{self, Tensor};
+
+use super::team::{Inputs, Results};
 
 /// One batch with its shapes.
 pub struct Batched {
@@ -24,6 +25,11 @@ pub struct Batched {
     /// References by the name of their mask.
     pub references: Vec<(&'static str, Results<f64>)>,
 }
+
+/// The default file: the shapes and activations of a layer of all-MiniLM-L6-v2, five documents.
+const FIXTURE: &[u8] = include_bytes!("../../../tests/data/minilm_263.safetensors");
+/// Its name.
+const FIXTURE_NAME: &str = "tests/data/minilm_263.safetensors";
 
 /// Values that are drawn at most: 4 GiB while they are f64.
 const MAX_VALUES: u128 = 1 << 29;
@@ -50,14 +56,8 @@ impl Random {
 
 impl Batched {
     /// Standard normal q, k, v and do.
-    pub fn random(
-        batch: Batch,
-        heads: usize,
-        kv_heads: usize,
-        head_dim: usize,
-        value_dim: usize,
-        seed: u64,
-    ) -> Result<Self, String> {
+    pub fn random(batch: Batch, shapes: [usize; 4], seed: u64) -> Result<Self, String> {
+        let [heads, kv_heads, head_dim, value_dim] = shapes;
         let n = batch.tokens(Side::Q);
         // Shapes are checked before any memory is asked for.
         Problem::new(batch.clone(), heads, kv_heads, head_dim, Dtype::F32)
@@ -80,12 +80,25 @@ impl Batched {
         Ok(Self { batch, heads, kv_heads, head_dim, value_dim, dtype: Dtype::F32, values, references: Vec::new() })
     }
 
+    /// Heads, kv heads, head dim and value dim.
+    pub fn shapes(&self) -> [usize; 4] {
+        [self.heads, self.kv_heads, self.head_dim, self.value_dim]
+    }
+
+    /// A file, or the default one, and its name.
+    pub fn read(path: Option<&Path>) -> Result<(Self, String), String> {
+        let Some(path) = path else {
+            return Ok((Self::parse(Path::new(FIXTURE_NAME), FIXTURE)?, FIXTURE_NAME.to_owned()));
+        };
+        let bytes = std::fs::read(path).map_err(|e| format!("{}: {e}", path.display()))?;
+        Ok((Self::parse(path, &bytes)?, path.display().to_string()))
+    }
+
     /// `q`, `k`, `v`, `do` `[tokens, heads, dim]`, `cu_seqlens` `[documents + 1]`, and any of `o_M`, `lse_M`, `dq_M`,
     /// `dk_M`, `dv_M` with M `causal` or `full`, which count when all five are there.
-    pub fn read(path: &Path) -> Result<Self, String> {
-        let bytes = std::fs::read(path).map_err(|e| format!("{}: {e}", path.display()))?;
+    fn parse(path: &Path, bytes: &[u8]) -> Result<Self, String> {
         let tensors =
-            SafeTensors::deserialize(&bytes).map_err(|e| format!("{}: not a safetensors file: {e}", path.display()))?;
+            safetensors::read(bytes).map_err(|e| format!("{}: not a safetensors file: {e}", path.display()))?;
         let file = File { path, tensors };
         let (q, [tokens, heads, head_dim]) = file.tensor("q")?;
         let (k, [k_tokens, kv_heads, k_dim]) = file.tensor("k")?;
@@ -99,7 +112,8 @@ impl Batched {
         let mut references = Vec::new();
         for mask in ["causal", "full"] {
             let name = |tensor: &str| format!("{tensor}_{mask}");
-            if !["o", "lse", "dq", "dk", "dv"].iter().all(|t| file.tensors.tensor(&name(t)).is_ok()) {
+            if !["o", "lse", "dq", "dk", "dv"].iter().all(|t| file.tensors.iter().any(|tensor| tensor.name == name(t)))
+            {
                 continue;
             }
             let read = |tensor: &str, heads: usize, dim: usize| -> Result<Vec<f64>, String> {
@@ -157,7 +171,7 @@ impl Batched {
 
 struct File<'a> {
     path: &'a Path,
-    tensors: SafeTensors<'a>,
+    tensors: Vec<Tensor<'a>>,
 }
 
 impl File<'_> {
@@ -165,22 +179,21 @@ impl File<'_> {
         format!("{}: tensor {name}: {what}", self.path.display())
     }
 
-    fn raw(&self, name: &str) -> Result<TensorView<'_>, String> {
-        self.tensors.tensor(name).map_err(|_| {
-            let mut names = self.tensors.names();
+    fn raw(&self, name: &str) -> Result<&Tensor<'_>, String> {
+        self.tensors.iter().find(|tensor| tensor.name == name).ok_or_else(|| {
+            let mut names: Vec<_> = self.tensors.iter().map(|tensor| tensor.name.as_str()).collect();
             names.sort_unstable();
             self.wrong(name, format!("not there; the file has {}", names.join(", ")))
         })
     }
 
     fn dtype(&self, name: &str) -> Result<Dtype, String> {
-        use safetensors::Dtype as Stored;
-        match self.raw(name)?.dtype() {
-            Stored::F16 => Ok(Dtype::F16),
-            Stored::BF16 => Ok(Dtype::Bf16),
-            Stored::F32 => Ok(Dtype::F32),
-            Stored::F64 => Ok(Dtype::F64),
-            other => Err(self.wrong(name, format!("stored as {other:?}, expected F16, BF16, F32 or F64"))),
+        match self.raw(name)?.dtype.as_str() {
+            "F16" => Ok(Dtype::F16),
+            "BF16" => Ok(Dtype::Bf16),
+            "F32" => Ok(Dtype::F32),
+            "F64" => Ok(Dtype::F64),
+            other => Err(self.wrong(name, format!("stored as {other}, expected F16, BF16, F32 or F64"))),
         }
     }
 
@@ -188,17 +201,18 @@ impl File<'_> {
     fn tensor<const N: usize>(&self, name: &str) -> Result<(Vec<f64>, [usize; N]), String> {
         let view = self.raw(name)?;
         let shape: [usize; N] = view
-            .shape()
+            .shape
+            .as_slice()
             .try_into()
-            .map_err(|_| self.wrong(name, format!("has shape {:?}, expected {N} dimensions", view.shape())))?;
+            .map_err(|_| self.wrong(name, format!("has shape {:?}, expected {N} dimensions", view.shape)))?;
         fn widen<T: Element>(bytes: &[u8]) -> Vec<f64> {
             bytes.chunks_exact(size_of::<T>()).map(|b| bytemuck::pod_read_unaligned::<T>(b).to_f64()).collect()
         }
         let values = match self.dtype(name)? {
-            Dtype::F16 => widen::<half::f16>(view.data()),
-            Dtype::Bf16 => widen::<half::bf16>(view.data()),
-            Dtype::F32 => widen::<f32>(view.data()),
-            Dtype::F64 => widen::<f64>(view.data()),
+            Dtype::F16 => widen::<half::f16>(view.data),
+            Dtype::Bf16 => widen::<half::bf16>(view.data),
+            Dtype::F32 => widen::<f32>(view.data),
+            Dtype::F64 => widen::<f64>(view.data),
         };
         Ok((values, shape))
     }
@@ -219,18 +233,18 @@ impl File<'_> {
     fn batch(&self, tokens: usize) -> Result<Batch, String> {
         let name = "cu_seqlens";
         let view = self.raw(name)?;
-        let cu: Vec<i32> = match view.dtype() {
-            safetensors::Dtype::I32 => view.data().chunks_exact(4).map(bytemuck::pod_read_unaligned).collect(),
-            safetensors::Dtype::I64 => view
-                .data()
+        let cu: Vec<i32> = match view.dtype.as_str() {
+            "I32" => view.data.chunks_exact(4).map(bytemuck::pod_read_unaligned).collect(),
+            "I64" => view
+                .data
                 .chunks_exact(8)
                 .map(|b| i32::try_from(bytemuck::pod_read_unaligned::<i64>(b)))
                 .collect::<Result<_, _>>()
                 .map_err(|_| self.wrong(name, "has an entry outside of i32"))?,
-            other => return Err(self.wrong(name, format!("stored as {other:?}, expected I32 or I64"))),
+            other => return Err(self.wrong(name, format!("stored as {other}, expected I32 or I64"))),
         };
-        if view.shape().len() != 1 {
-            return Err(self.wrong(name, format!("has shape {:?}, expected [documents + 1]", view.shape())));
+        if view.shape.len() != 1 {
+            return Err(self.wrong(name, format!("has shape {:?}, expected [documents + 1]", view.shape)));
         }
         let batch = Batch::new(&cu).map_err(|e| self.wrong(name, e))?;
         if batch.tokens(Side::Q) != tokens {

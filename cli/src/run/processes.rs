@@ -2,8 +2,8 @@
 //! Ranks as processes, under `mpirun`.
 //!
 //! Every process reads the same input, makes the same plan and runs its rank, exactly as a thread of a
-//! [`Team`](crate::team::Team) would. The differences: results are gathered on rank 0 over a second transport
-//! (`together.rs`), and traces are gathered by the ranks, because their clocks differ ([`gather_events`]).
+//! [`Team`](super::team::Team) would. The differences: results are gathered on rank 0 over a second transport
+//! (`tests/mpi/together.rs`), and traces are gathered by the ranks, because their clocks differ ([`gather_events`]).
 
 use std::{
     hash::{DefaultHasher, Hash, Hasher},
@@ -19,8 +19,9 @@ use cpattn::{
 };
 use mpi::{Threading, environment::Universe, topology::SimpleCommunicator, traits::*};
 
-use crate::{
-    say,
+use crate::{json::JsonOption, say};
+
+use super::{
     team::{How, Inputs, Lap, Outcome, Part, Results, part},
     together::{self, Alive},
 };
@@ -41,7 +42,7 @@ pub struct Processes {
 }
 
 /// Checks the ring of all processes; `world`: how many were expected.
-pub fn check_ring(deadline: Duration, world: Option<usize>) -> Result<bool, String> {
+pub fn check_ring(deadline: Duration, world: Option<usize>, json: &JsonOption) -> Result<bool, String> {
     let (universe, _) = mpi::initialize_with_threading(Threading::Multiple)
         .ok_or("MPI is initialised already, which this program does not do")?;
     let comm = universe.world();
@@ -52,7 +53,7 @@ pub fn check_ring(deadline: Duration, world: Option<usize>) -> Result<bool, Stri
         }
         _ => Ok(()),
     };
-    let outcome = compared(&end, &comm, asked).and_then(|()| crate::ring::process(&end)).and_then(|well| {
+    let outcome = compared(&end, &comm, asked).and_then(|()| crate::ring::process(&end, json)).and_then(|well| {
         // A rank that was stopped after its last link would keep the others in MPI_Finalize.
         end.agree(0..end.world(), 0).map_err(|e| format!("after the check: {e}"))?;
         Ok(well)

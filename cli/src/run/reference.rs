@@ -8,7 +8,7 @@ use std::sync::{
 
 use cpattn::{Element, Problem, Side, kernel::reference::Attention};
 
-use crate::team::{Inputs, Results};
+use super::team::{Inputs, Results};
 
 /// How many parts [`reference`] computes.
 pub fn reference_parts(p: &Problem) -> usize {
@@ -53,7 +53,7 @@ fn each_part(p: &Problem, work: impl Fn(usize, usize) + Sync) {
     });
 }
 
-/// `max(|lse|·ρ)` over the rows and heads of a problem (see [`crate::check`]).
+/// `max(|lse|·ρ)` over the rows and heads of a problem (see [`super::check`]).
 pub fn mixed_scores<T: Element>(p: &Problem, inputs: &Inputs<T>) -> f64 {
     let (largest, dv) = (Mutex::new(0.0f64), p.value_dim());
     each_part(p, |document, kv| {

@@ -2,7 +2,7 @@
 //! Every combination of options on small random problems.
 //!
 //! Meshes × layouts × masks × score options × element types × forms. Each combination is either refused by the plan,
-//! with a reason, or runs forward and backward and is checked against the bounds of [`crate::check`]. All reproducible
+//! with a reason, or runs forward and backward and is checked against the bounds of [`super::check`]. All reproducible
 //! runs of one problem must have the same bits, whatever the mesh and the layout.
 //!
 //! Ranks are kept while plans change, as in a training run: one team for each world size.
@@ -18,12 +18,16 @@ use cpattn::{
     plan::{Circulate, Gather, Wire},
 };
 use half::{bf16, f16};
-use indicatif::ProgressBar;
 
 use crate::{
+    json::{Json, JsonOption},
+    options::alibi_slopes,
+    progress::Progress,
+};
+
+use super::{
     check::{Checked, Expected, check},
     input::{Batched, Random},
-    options::alibi_slopes,
     reference::reference,
     team::{How, Results, Team},
 };
@@ -141,11 +145,11 @@ struct Suite {
     /// By reason: how often, and where first.
     failures: BTreeMap<String, (usize, String)>,
     same_bits: usize,
-    bar: ProgressBar,
+    progress: Progress,
 }
 
 /// Runs the suite; whether nothing failed.
-pub fn run(quick: bool, seed: u64) -> Result<bool, String> {
+pub fn run(quick: bool, seed: u64, json: &JsonOption) -> Result<bool, String> {
     let names = |names: Vec<String>| names.into_iter().map(|n| (n, Row::default())).collect();
     let rows: Vec<(&'static str, Vec<(String, Row)>)> = vec![
         ("mesh", names(meshes().iter().map(Mesh::to_string).collect())),
@@ -165,15 +169,14 @@ pub fn run(quick: bool, seed: u64) -> Result<bool, String> {
         refusals: BTreeMap::new(),
         failures: BTreeMap::new(),
         same_bits: 0,
-        bar: crate::progress(all),
+        progress: Progress::new(all, "combinations"),
     };
-    suite.bar.set_message("combinations");
     suite.all_of::<f32>(0)?;
     suite.all_of::<f16>(1)?;
     suite.all_of::<bf16>(2)?;
     suite.all_of::<f64>(3)?;
-    suite.bar.finish_and_clear();
-    suite.print();
+    suite.progress.clear();
+    suite.print(json)?;
     Ok(suite.failures.is_empty())
 }
 
@@ -181,7 +184,7 @@ impl Suite {
     /// All combinations of one element type.
     fn all_of<T: Element>(&mut self, dtype: usize) -> Result<(), String> {
         let batch = Batch::from_lengths(&LENGTHS).map_err(|e| e.to_string())?;
-        let batched = Batched::random(batch.clone(), HEADS, KV_HEADS, HEAD_DIM, VALUE_DIM, self.seed)?;
+        let batched = Batched::random(batch.clone(), [HEADS, KV_HEADS, HEAD_DIM, VALUE_DIM], self.seed)?;
         for (i_score, (_, score)) in scores().into_iter().enumerate() {
             for (i_mask, (_, mask)) in masks().into_iter().enumerate() {
                 let problem =
@@ -197,7 +200,7 @@ impl Suite {
                         for (i_form, (_, options)) in forms().into_iter().enumerate() {
                             let picked = !self.quick || self.at.is_multiple_of(SAMPLE);
                             self.at += 1;
-                            self.bar.inc(1);
+                            self.progress.step();
                             if !picked {
                                 continue;
                             }
@@ -227,7 +230,7 @@ impl Suite {
     fn one<T: Element>(
         &mut self,
         plan: &Plan,
-        inputs: &Arc<crate::team::Inputs<T>>,
+        inputs: &Arc<super::team::Inputs<T>>,
         want: &Expected,
         bits: &mut Option<Results<T>>,
     ) -> Result<Vec<Checked>, String> {
@@ -281,16 +284,17 @@ impl Suite {
         self.each_row(indices, |row| row.failed += 1);
     }
 
-    fn print(&self) {
+    fn print(&self, json: &JsonOption) -> Result<(), String> {
+        let text = json.text();
         let print = |name: &str, cells: [String; 9]| {
-            println!("{name:36}{}", cells.map(|c| format!("{c:>9}")).concat());
+            text.line(format_args!("{name:36}{}", cells.map(|c| format!("{c:>9}")).concat()))
         };
-        println!("worst error relative to its bound, over all combinations in which the option takes part\n");
+        text.line("worst error relative to its bound, over all combinations in which the option takes part\n")?;
         let mut head = vec!["runs", "refused", "failed"];
         head.extend(TENSORS);
         let mut total = (0, 0);
         for (dimension, rows) in &self.rows {
-            print(dimension, std::array::from_fn(|i| head[i].to_owned()));
+            print(dimension, std::array::from_fn(|i| head[i].to_owned()))?;
             for (name, row) in rows {
                 let count = [row.runs, row.refused, row.failed];
                 print(
@@ -300,29 +304,61 @@ impl Suite {
                         _ if row.runs == 0 || row.worst[i - 3] == 0.0 => "-".to_owned(),
                         _ => format!("{:.3}", row.worst[i - 3]),
                     }),
-                );
+                )?;
             }
             total = rows.iter().fold((0, 0), |t, (_, row)| (t.0 + row.runs, t.1 + row.refused));
-            println!();
+            text.line("")?;
         }
         if !self.refusals.is_empty() {
-            println!("refused:");
-            self.refusals.iter().for_each(|(reason, n)| println!("{n:>7} × {reason}"));
-            println!();
+            let lines = self.refusals.iter().map(|(reason, n)| format!("{n:>7} × {reason}\n"));
+            text.line(format_args!("refused:\n{}", lines.collect::<String>()))?;
         }
         if !self.failures.is_empty() {
-            println!("failed:");
-            self.failures.iter().for_each(|(reason, (n, first))| println!("{n:>7} × {reason}; first: {first}"));
-            println!();
+            let lines = self.failures.iter().map(|(reason, (n, first))| format!("{n:>7} × {reason}; first: {first}\n"));
+            text.line(format_args!("failed:\n{}", lines.collect::<String>()))?;
         }
-        println!("{} results of reproducible runs compared bit by bit", self.same_bits);
-        println!(
-            "{} combinations ran, {} were refused, {} failures",
-            total.0,
-            total.1,
-            self.failures.values().map(|f| f.0).sum::<usize>()
-        );
+        let failures = self.failures.values().map(|f| f.0).sum::<usize>();
+        text.line(format_args!("{} results of reproducible runs compared bit by bit", self.same_bits))?;
+        text.line(format_args!("{} combinations ran, {} were refused, {failures} failures", total.0, total.1))?;
+        json.write(|| {
+            let reason = |(reason, (n, first)): (&String, &(usize, String))| {
+                Json::Object(vec![
+                    ("reason", Json::text(reason)),
+                    ("count", Json::count(*n)),
+                    ("first", Json::text(first)),
+                ])
+            };
+            Json::Object(vec![
+                ("ran", Json::count(total.0)),
+                ("refused", Json::count(total.1)),
+                ("failures", Json::count(failures)),
+                ("failed", Json::list(self.failures.iter().map(reason))),
+                ("same_bits", Json::count(self.same_bits)),
+                (
+                    "worst",
+                    Json::list(
+                        self.rows
+                            .iter()
+                            .flat_map(|(dimension, rows)| rows.iter().map(|row| row_as_json(dimension, row))),
+                    ),
+                ),
+            ])
+        })
     }
+}
+
+/// A row, with the errors relative to their bounds.
+fn row_as_json(dimension: &str, (name, row): &(String, Row)) -> Json {
+    let errors =
+        Json::Object(TENSORS.iter().zip(row.worst).map(|(&tensor, worst)| (tensor, Json::Number(worst))).collect());
+    Json::Object(vec![
+        ("option", Json::text(dimension)),
+        ("value", Json::text(name)),
+        ("ran", Json::count(row.runs)),
+        ("refused", Json::count(row.refused)),
+        ("failed", Json::count(row.failed)),
+        ("errors", errors),
+    ])
 }
 
 /// Tensor by tensor the one that is worse by its bound.
