@@ -3,11 +3,10 @@
 //! in C. And what else ranks on devices do between runs: they shift rows of the host, and gather a trace.
 //!
 //! Runs on whatever driver is found, see `cuda_plans`.
-#![cfg(feature = "cuda")]
 
-#[path = "common/between_runs.rs"]
+#[path = "../tests/common/between_runs.rs"]
 mod between_runs;
-#[path = "common/driver.rs"]
+#[path = "../tests/common/driver.rs"]
 mod driver;
 
 use cpattn::Fault;

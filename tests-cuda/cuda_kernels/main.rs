@@ -3,7 +3,6 @@
 //!
 //! An emulated driver on `LD_LIBRARY_PATH` serves as well as a real one. Without any, these tests say so and pass;
 //! with `CPATTN_REQUIRE_CUDA` set, that is a failure.
-#![cfg(feature = "cuda")]
 
 mod bench_cases;
 mod blocks;
@@ -12,7 +11,7 @@ mod case;
 mod clusters;
 mod dense;
 mod device;
-#[path = "../common/driver.rs"]
+#[path = "../../tests/common/driver.rs"]
 mod driver;
 mod dropout;
 mod family;

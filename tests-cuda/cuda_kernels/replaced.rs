@@ -17,7 +17,7 @@ fn is_hopper() -> bool {
 
 /// The text of the library's own kernel.
 fn embedded() -> String {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("ptx/compiled").join(KERNEL).with_extension("ptx");
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../ptx/compiled").join(KERNEL).with_extension("ptx");
     std::fs::read_to_string(path).expect("a text")
 }
 

@@ -16,29 +16,28 @@
 //!
 //! The driver's counters and the allocator count for the whole process, so this is a program of its own, which runs its
 //! parts one after the other. It needs the stand-in driver for the counts, and any driver for the rest.
-#![cfg(feature = "cuda")]
 
 mod agreement;
 mod all_to_all;
 mod beside;
 mod bits;
-#[path = "../common/all_to_all.rs"]
+#[path = "../../tests/common/all_to_all.rs"]
 mod cases;
 mod combine;
 mod counts;
 mod device;
-#[path = "../common/driver.rs"]
+#[path = "../../tests/common/driver.rs"]
 mod driver;
 mod failures;
 mod graphs;
 mod paged;
 mod plans;
-#[path = "../common/refused.rs"]
+#[path = "../../tests/common/refused.rs"]
 mod refused;
 mod single_calls;
 mod tensors;
 #[allow(dead_code, reason = "each test program uses its part")]
-#[path = "../common/through.rs"]
+#[path = "../../tests/common/through.rs"]
 mod through;
 mod traces;
 mod wrapped;

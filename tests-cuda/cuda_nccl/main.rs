@@ -5,37 +5,36 @@
 //! real ones. Ranks as threads need as many devices as there are ranks, and tests of more ranks than devices say so and
 //! pass; with `CPATTN_REQUIRE_CUDA` set, that is a failure. Faults that only the stand-ins can make are tested on them
 //! alone.
-#![cfg(feature = "nccl")]
 
-#[path = "../common/mod.rs"]
+#[path = "../../tests/common/mod.rs"]
 mod common;
 
 mod agreement;
 mod all_to_all;
 mod between_runs;
 mod borrowed;
-#[path = "../common/cache.rs"]
+#[path = "../../tests/common/cache.rs"]
 mod cache;
-#[path = "../common/all_to_all.rs"]
+#[path = "../../tests/common/all_to_all.rs"]
 mod cases;
 mod combine;
-#[path = "../common/combined_on_device.rs"]
+#[path = "../../tests/common/combined_on_device.rs"]
 mod combined_on_device;
 mod faults;
 mod group;
-#[path = "../common/held.rs"]
+#[path = "../../tests/common/held.rs"]
 mod held;
 mod hosts;
-#[path = "../common/between_runs.rs"]
+#[path = "../../tests/common/between_runs.rs"]
 mod one_rank;
 mod paged;
-#[path = "../common/paged_on_device.rs"]
+#[path = "../../tests/common/paged_on_device.rs"]
 mod paged_on_device;
 mod plans;
 mod processes;
 mod raw;
 mod refusals;
-#[path = "../common/refused.rs"]
+#[path = "../../tests/common/refused.rs"]
 mod refused;
 mod ring;
 mod work;

@@ -4,21 +4,20 @@
 //!
 //! Runs on whatever driver is found; an emulated one on `LD_LIBRARY_PATH` serves as well as a real one. Without any,
 //! these tests say so and pass; with `CPATTN_REQUIRE_CUDA` set, that is a failure.
-#![cfg(feature = "cuda")]
 
-#[path = "../common/cache.rs"]
+#[path = "../../tests/common/cache.rs"]
 mod cache;
 mod combine;
-#[path = "../common/combined_on_device.rs"]
+#[path = "../../tests/common/combined_on_device.rs"]
 mod combined_on_device;
-#[path = "../common/mod.rs"]
+#[path = "../../tests/common/mod.rs"]
 mod common;
-#[path = "../common/driver.rs"]
+#[path = "../../tests/common/driver.rs"]
 mod driver;
-#[path = "../common/held.rs"]
+#[path = "../../tests/common/held.rs"]
 mod held;
 mod paged;
-#[path = "../common/paged_on_device.rs"]
+#[path = "../../tests/common/paged_on_device.rs"]
 mod paged_on_device;
 
 use std::{

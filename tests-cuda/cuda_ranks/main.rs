@@ -3,11 +3,10 @@
 //! it; and that a group whose exchange fails on one side hears of it on the other at once.
 //!
 //! Runs on whatever driver is found, see `cuda_plans`.
-#![cfg(feature = "cuda")]
 
-#[path = "../common/driver.rs"]
+#[path = "../../tests/common/driver.rs"]
 mod driver;
-#[path = "../common/refused.rs"]
+#[path = "../../tests/common/refused.rs"]
 mod refused;
 mod second_device;
 
