@@ -137,12 +137,13 @@ class Calls:
         self._others.append(type(self)(model, **self._alike))
         return self._others[-1]
 
-    def trainer(self, kind: type[Any], *, send_batches: bool = False) -> type[Any]:
+    def trainer(self, kind: type[Any], *, send_batches: bool = False, share_prompts: bool = False) -> type[Any]:
         """A subclass of Trainer or of one of TRL's (SFT, DPO, KTO, reward, GRPO, RLOO) that gives all ranks of a group the same batches. With `send_batches`, rank 0
-        of each group sends its batches to the others, for datasets and collators that draw differently on each rank."""
+        of each group sends its batches to the others, for datasets and collators that draw differently on each rank. With `share_prompts` (GRPO, RLOO), a prompt
+        is computed once for all its completions in a batch of the model."""
         from .trainer import trainer
 
-        return trainer(self, kind, flag("send_batches", send_batches))  # type: ignore[arg-type]
+        return trainer(self, kind, flag("send_batches", send_batches), flag("share_prompts", share_prompts))  # type: ignore[arg-type]
 
     def mtp(self, heads: Heads | None) -> None:
         """Heads for tokens further on than the next one (multi-token prediction), modules of yours. In each pass of the model that trains,
