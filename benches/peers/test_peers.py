@@ -217,8 +217,9 @@ class Brought(unittest.TestCase):
         self.assertEqual((to / "brought/06-fused-attention.py").read_text(), "kernel")
         self.assertTrue((to / "HARDWARE.md").exists())
         made = {path.parent.name: path.read_text().strip() for path in to.glob("kernels/*/one.ptx")}
-        self.assertEqual(made, {name: ",".join(of) or str(self.folder / "target/kernels/cubins")
-                                for name, of in alternatives.ALL.items() if name != "PAUSE"})
+        sets = alternatives.APART_SETS
+        self.assertEqual(made, {name: ",".join(dict.fromkeys((*of, *sets))) if of else str(self.folder / "target/kernels/cubins")
+                                for name, of in {alternatives.APART: sets, **alternatives.ALL}.items() if name != "PAUSE"})
         self.assertIn("not taken along: kernels of PAUSE, which ptx/compile does not make here:\nno", done.stderr)
         self.assertEqual([path.name for path in to.glob("unpacked")], [])
         # Every file of ours that is imported over there has come along.
