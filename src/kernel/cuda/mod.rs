@@ -14,9 +14,9 @@
 //! ([`tensor::disjoint`](crate::tensor::disjoint) checks that), and that memory is as large as the shape and strides
 //! say.
 //!
-//! Scores may be as large as f32 holds. From 2²⁴ on, as logarithms to the base 2, they have no digits below 1: o and lse
-//! are those of the scores as they were rounded. In gradients a key whose score exceeds lse but for these digits has
-//! weight 1, so those of a row with one largest score are right, and those of a row with several have too much weight.
+//! Scores may be as large as f32 holds. From 2²⁴ on, as logarithms to the base 2, they have no digits below 1: o and
+//! lse are those of the scores as they were rounded. In gradients a key whose score exceeds lse but for these digits
+//! has weight 1: right in a row with one largest score, too much for each in a row with several.
 //!
 //! A [`RawStream`] is a `CUstream` or `cudaStream_t` of any binding, cast; null is the legacy
 //! default stream. Memory may come from any allocator; [`Cuda::allocate`] is for programs that have none.

@@ -29,8 +29,9 @@ pub fn equivalents() -> Result<Vec<Equivalent>, String> {
     Ok(out)
 }
 
-/// The shipped texts by file, and those of the folder that `CPATTN_CUDA_KERNELS` names, in no order. A file for bf16 stands for two modules: the host makes that for f16 from it
-/// (`src/kernel/cuda/embedded.rs`), which is listed under the name that its file would have.
+/// The shipped texts by file, in no order, and those of the folder that `CPATTN_CUDA_KERNELS` names. A file for bf16
+/// stands for two modules: the host makes that for f16 from it (`src/kernel/cuda/embedded.rs`), which is listed under
+/// the name that its file would have.
 fn texts() -> Vec<(String, String)> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../ptx/compiled");
     let apart = std::env::var_os("CPATTN_CUDA_KERNELS").map(std::path::PathBuf::from);
