@@ -733,6 +733,11 @@ typedef struct cpattn_kernel_call {
   void *dv;
 } cpattn_kernel_call;
 
+/* For programs that test their kernel by itself. */
+#define CPATTN_KERNEL_CALL_INIT \
+  { sizeof(cpattn_kernel_call), NULL, NULL, 0, 0, 0, 0, 0, CPATTN_F32, -1, -1, 0.0, 0.0, NULL, NULL, \
+    NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL }
+
 /* What a kernel honours; a plan that needs more is refused with CPATTN_UNSUPPORTED before anything moves. */
 #define CPATTN_KERNEL_WINDOWS 1    /* any limits; without, slices and masks with a left limit are refused */
 #define CPATTN_KERNEL_SOFTCAP 2

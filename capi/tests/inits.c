@@ -8,6 +8,7 @@ cpattn_plan_info info = CPATTN_PLAN_INFO_INIT;
 cpattn_share share = CPATTN_SHARE_INIT;
 cpattn_transport_table table = CPATTN_TRANSPORT_TABLE_INIT;
 cpattn_engine_table engine = CPATTN_ENGINE_TABLE_INIT;
+cpattn_kernel_call call = CPATTN_KERNEL_CALL_INIT;
 cpattn_kernel_table kernel = CPATTN_KERNEL_TABLE_INIT;
 cpattn_rank_options rank_options = CPATTN_RANK_OPTIONS_INIT;
 cpattn_combine_args combine_args = CPATTN_COMBINE_ARGS_INIT;
