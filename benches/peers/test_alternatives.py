@@ -40,7 +40,7 @@ class Page(unittest.TestCase):
         # All tests that the page names are there.
         for test in {*names, *re.findall(r"`([a-z_]+::\w+)`", self.page)}:
             module, _, name = test.rpartition("::")
-            source = (PAGE.parents[1] / f"tests/cuda_kernels/{module or 'main'}.rs").read_text()
+            source = (PAGE.parents[1] / f"tests-cuda/cuda_kernels/{module or 'main'}.rs").read_text()
             self.assertRegex(source, rf"#\[test\]\nfn {name}\(\)")
 
     def test_what_the_page_names_is_where_it_says(self):
@@ -56,7 +56,7 @@ class Page(unittest.TestCase):
                 self.assertIn(name, table)
 
     def test_tests_of_sm_90a_are_there(self):
-        folder = PAGE.parents[1] / "tests/cuda_kernels"
+        folder = PAGE.parents[1] / "tests-cuda/cuda_kernels"
         for start in lease.OF_SM_90A:
             module, _, name = start.rpartition("::")
             self.assertRegex((folder / f"{module}.rs").read_text(), rf"#\[test\]\nfn {name}")

@@ -11,6 +11,8 @@ mod dealt;
 mod drawn;
 mod explain;
 mod machine;
+#[path = "../common/seeds.rs"]
+mod seeds;
 
 use cpattn::{
     Batch, Dtype, Layout, Mask, Mesh, Options, Plan, Problem,

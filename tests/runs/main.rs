@@ -55,6 +55,8 @@ mod poison;
 mod refusals;
 #[path = "../common/refused.rs"]
 mod refused;
+#[path = "../common/seeds.rs"]
+mod seeds;
 mod serving;
 mod slices;
 mod slopes;

@@ -15,6 +15,7 @@ from cpattn.errors import InvalidArgument
 from cpattn.torch.group import refusing
 from cpattn.torch.group import Collectives
 from .inputs import documents
+from .mtp import Heads, MultiToken
 from .scores import LogProbs, Reader, Scores, spread
 
 if TYPE_CHECKING:
@@ -43,6 +44,8 @@ class Calls:
     _everyone: Collectives | None
     _collectives: Collectives | None
     _number: int
+    _ahead: MultiToken | None
+    _hooks: list[Any]
 
     def _talk(self) -> Collectives:
         if self._collectives is None:
@@ -51,6 +54,8 @@ class Calls:
 
     def _keep_hidden(self) -> None:
         raise NotImplementedError
+
+    _restore = _again = _keep_hidden
 
     @property
     def transport(self) -> GlooTransport:
@@ -132,9 +137,23 @@ class Calls:
         self._others.append(type(self)(model, **self._alike))
         return self._others[-1]
 
-    def trainer(self, kind: type[Any], *, send_batches: bool = False) -> type[Any]:
+    def trainer(self, kind: type[Any], *, send_batches: bool = False, share_prompts: bool = False) -> type[Any]:
         """A subclass of Trainer or of one of TRL's (SFT, DPO, KTO, reward, GRPO, RLOO) that gives all ranks of a group the same batches. With `send_batches`, rank 0
-        of each group sends its batches to the others, for datasets and collators that draw differently on each rank."""
+        of each group sends its batches to the others, for datasets and collators that draw differently on each rank. With `share_prompts` (GRPO, RLOO), a prompt
+        is computed once for all its completions in a batch of the model."""
         from .trainer import trainer
 
-        return trainer(self, kind, flag("send_batches", send_batches))  # type: ignore[arg-type]
+        return trainer(self, kind, flag("send_batches", send_batches), flag("share_prompts", share_prompts))  # type: ignore[arg-type]
+
+    def mtp(self, heads: Heads | None) -> None:
+        """Heads for tokens further on than the next one (multi-token prediction), modules of yours. In each pass of the model that trains,
+        with labels, `heads(hidden, ahead)` runs after the base model: with this rank's hidden states [1, tokens, hidden size] and
+        `TokensAhead`, which has ids, labels, rows and losses of tokens further on. It returns a loss of the whole batch, made of those of
+        `ahead.loss`, which is added to `loss`; `mtp_loss` has it alone. Not in evaluation. None takes them out. On all ranks."""
+        self._talk()
+        found = None if heads is None else MultiToken(self, heads)  # type: ignore[arg-type]
+        if self._hooks:  # else inside of `off`, which hooks them in at its end
+            self._restore()
+            self._ahead = found
+            self._again()
+        self._ahead = found

@@ -9,7 +9,7 @@ import torch
 from transformers import Trainer
 
 from cpattn.errors import InvalidArgument, Unsupported
-from .beyond import MODULES, SFT, beyond, fused
+from .beyond import MODULES, SFT, beyond, fused, refuse_sharing
 from .evaluate import Preprocess, gathered
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def _reentrant(model: torch.nn.Module, args: Any) -> bool:
 KNOWN = ("transformers.trainer", *MODULES)
 
 
-def trainer(cp: ContextParallel, kind: type[Any], send_batches: bool = False) -> type[Any]:
+def trainer(cp: ContextParallel, kind: type[Any], send_batches: bool = False, share_prompts: bool = False) -> type[Any]:
     if not isinstance(kind, type) or not issubclass(kind, Trainer):
         raise InvalidArgument(f"the trainer is {kind!r}, a subclass of transformers.Trainer is needed")
     mine = kind.compute_loss.__module__
@@ -48,14 +48,21 @@ def trainer(cp: ContextParallel, kind: type[Any], send_batches: bool = False) ->
     own = mine in MODULES and (mine != SFT or fused())
     options = OPTIONS if own else {**OPTIONS, "loss_type": (None, "nll", "chunked_nll")}
     usual_kind = kind
+    if share_prompts:
+        refuse_sharing(cp, kind)
     if own:
-        kind = beyond(cp, kind)
+        kind = beyond(cp, kind, share_prompts)
 
     # A prediction step that a subclass has written gets the logits of all tokens from compute_loss.
     usual_step = kind.prediction_step.__module__ in KNOWN
 
     class ContextParallelTrainer(kind):  # type: ignore[misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
+            if cp._peers.ranks:
+                raise Unsupported(
+                    f"the model is split over the ranks {list(cp._peers.ranks)} by tensor parallelism, and cp.trainer has one part of the batch for each process or "
+                    "replica: write the loop yourself (loss.backward(), optimizer.step()), which docs/parallelism.md shows"
+                )
             super().__init__(*args, **kwargs)
             self._refuse_parallelism()
             if callable(self.compute_loss_func) or self.label_smoother is not None:
