@@ -48,6 +48,7 @@ HAS = {
     "_prepare_cp": ["accelerate:Accelerator"],
     "_generate": ["trl:GRPOTrainer", "trl:RLOOTrainer"],
     "_generate_and_score_completions": ["trl:GRPOTrainer", "trl:RLOOTrainer"],
+    "_get_per_token_logps_and_entropies": ["trl:GRPOTrainer", "trl:RLOOTrainer"],
     "_init_vllm": ["trl.generation.vllm_generation:VLLMGeneration"],
     "_iter_named_params": ["trl.generation.vllm_generation:VLLMGeneration"],
 }
