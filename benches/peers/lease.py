@@ -176,7 +176,10 @@ def tests_of(program):
 
 
 def first(stage):
-    """What the machine is, what it refutes of ptx/HARDWARE.md, and whether everything computes right on it."""
+    """What runs today, the schedules with kernels of others; then what the machine is, what it refutes of ptx/HARDWARE.md, and whether
+    everything computes right on it."""
+    if not stage.options.ours_only and stage.has_torch("kernels of others"):
+        stage.json_of("kernels of others", stage.python(HERE / "others.py", *["--tiny"][: int(stage.tiny)]), 120, package(stage))
     stage.json_of("facts", stage.python(HERE / "machine.py", "facts"), 40)
     listed, others = of_hardware(tests(stage))
     hung = set()
