@@ -6,8 +6,8 @@
 //! - `mesh`: every mesh and layout for a batch on a machine, predicted; `machine`: measures a machine for that;
 //! - `ring`: checks the links between ranks.
 //!
-//! `options` has each option that commands share, once; `json` is what they print for other programs. The exit code is 0
-//! when all is well, 1 when an error of `run` is over its bound, 2 when the input or the options are refused.
+//! `options` has each option that commands share, once; `json` is what they print for other programs. The exit code is
+//! 0 when all is well, 1 when an error of `run` is over its bound, 2 when the input or the options are refused.
 #![allow(missing_docs, reason = "a program has no users of its items")]
 
 mod json;

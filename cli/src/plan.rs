@@ -24,7 +24,8 @@ const DIRECTIONS: [(&str, Direction); 2] = [("forward", Direction::Forward), ("b
 
 /// Explain how a batch is spread over ranks: who holds, computes and sends what; nothing runs.
 ///
-/// Takes the options of `cpattn run`, with the same defaults, and prints the plan in words unless other pages are chosen.
+/// Takes the options of `cpattn run`, with the same defaults, and prints the plan in words unless other pages are
+/// chosen.
 #[derive(Args, Debug)]
 pub struct Arguments {
     #[command(flatten)]

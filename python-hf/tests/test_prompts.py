@@ -104,6 +104,12 @@ def _refused(rank: int, world: int) -> list[str]:
 
     refuse(models.build("llama"), lambda cp: cp.trainer(trl.DPOTrainer, share_prompts=True))
     refuse(models.build("llama"), lambda cp: cp.trainer(trl.GRPOTrainer, share_prompts="all"))
+
+    class Other(trl.GRPOTrainer):
+        def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
+            return super()._get_per_token_logps_and_entropies(*args, **kwargs)
+
+    refuse(models.build("llama"), lambda cp: cp.trainer(Other, share_prompts=True))
     refuse(hybrids.build("lfm2"), lambda cp: cp.trainer(trl.GRPOTrainer, share_prompts=True))
     refuse(images.build("gemma3"), lambda cp: cp.trainer(trl.RLOOTrainer, share_prompts=True))
     refuse(models.build("llama"), lambda cp: log_probabilities(cp.model, torch.ones(1, 4, dtype=torch.int64), torch.tensor([[1, 1, 0, 1]]), 2, False, False))
@@ -131,7 +137,7 @@ class Prompts(unittest.TestCase):
 
     def test_refusals(self) -> None:
         words = [
-            "share_prompts is True and the trainer is DPOTrainer", "share_prompts is 'all'", "has layers that mix whole documents", "has a part around its text model",
+            "share_prompts is True and the trainer is DPOTrainer", "share_prompts is 'all'", "has _get_per_token_logps_and_entropies in test_prompts", "has layers that mix whole documents", "has a part around its text model",
             "padding before or inside of completions",
         ]  # fmt: skip
         for said in processes.run(_refused, 2):

@@ -9,6 +9,7 @@ use crate::case::{Case, Cut, decode, encode, random};
 use crate::device::{Device, emulated_count};
 use crate::run::{check, forward};
 use crate::runs_repeat_of;
+use crate::slow::{self, Turn};
 use cpattn::Dtype;
 use cpattn::call::{Attend, Band, HeadMap, Mode, Pair, QRange, Range, Ranges, RawTensor, Score};
 use cpattn::kernel::cuda::StreamKernels;
@@ -155,6 +156,9 @@ fn ranges() {
 /// The same call gives the same bits, whatever order warps ran in, and however many blocks there were.
 #[test]
 fn runs_repeat() {
+    if slow::left_out(Turn::Second) {
+        return;
+    }
     let _turn = turn();
     let Some(device) = Device::open_hopper() else { return };
     runs_repeat_of(&device, "hopper repeat", &EVERY, forward);

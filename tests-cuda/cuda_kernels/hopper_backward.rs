@@ -11,6 +11,7 @@ use crate::device::{Device, Memory, emulated_count};
 use crate::hopper::{alone, alone_with, of, turn};
 use crate::run::check;
 use crate::runs_repeat_of;
+use crate::slow::{self, Turn};
 use cpattn::Dtype;
 use cpattn::call::{AttendBackward, Band, Gradients, HeadMap, Mode, Pair, QRange, Range, Ranges, RawTensor, Score};
 use cpattn::kernel::cuda::{Cuda, Family};
@@ -60,6 +61,9 @@ fn dims() {
 /// Full, causal, windows on both sides, and windows that hide everything.
 #[test]
 fn windows() {
+    if slow::left_out(Turn::Second) {
+        return;
+    }
     let base = Case {
         documents: vec![(140, 200, 60), (33, 47, 14)],
         ..Case::new("hopper backward windows", Dtype::Bf16, DIMS)
@@ -79,6 +83,9 @@ fn windows() {
 /// Softcap, ALiBi, sinks, and scales that are not positive or nearly 0.
 #[test]
 fn scores() {
+    if slow::left_out(Turn::Second) {
+        return;
+    }
     let base = Case {
         documents: vec![(90, 140, 50)],
         heads: 4,
@@ -98,6 +105,9 @@ fn scores() {
 /// to.
 #[test]
 fn heads() {
+    if slow::left_out(Turn::Second) {
+        return;
+    }
     let base = Case {
         documents: vec![(70, 150, 80)],
         heads: 6,
@@ -128,6 +138,9 @@ fn heads() {
 /// them.
 #[test]
 fn ranges() {
+    if slow::left_out(Turn::Second) {
+        return;
+    }
     let base = Case {
         documents: vec![(100, 100, 0), (37, 161, 124)],
         sinks: true,
@@ -202,6 +215,9 @@ fn by_one_block(dims: (usize, usize)) {
 /// The same call gives the same bits, whatever order blocks and warps ran in, and however many blocks there were.
 #[test]
 fn runs_repeat() {
+    if slow::left_out(Turn::Second) {
+        return;
+    }
     let _turn = turn();
     let Some(device) = Device::open_hopper() else { return };
     runs_repeat_of(&device, "hopper backward repeat", &[DIMS, (64, 64), MLA, LARGE], check);

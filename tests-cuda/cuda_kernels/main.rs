@@ -19,6 +19,7 @@ mod hopper;
 mod hopper_backward;
 mod hopper_backward_shared;
 mod hopper_walks;
+mod large_scores;
 mod narrow;
 mod repeated;
 mod replaced;
@@ -26,6 +27,8 @@ mod run;
 mod sections;
 mod shared_tiles;
 mod slices;
+#[path = "../../tests/common/slow.rs"]
+mod slow;
 mod turns;
 mod wide;
 
@@ -34,6 +37,7 @@ use cpattn::Dtype;
 use cpattn::call::Score;
 use device::Device;
 use run::check;
+use slow::Turn;
 
 fn all(cases: &[Case]) {
     let Some(device) = Device::open() else { return };
@@ -191,6 +195,9 @@ fn every_kernel_takes_turns() {
 /// one, which is then cut in its midst.
 #[test]
 fn long_walks() {
+    if slow::left_out(Turn::First) {
+        return;
+    }
     let mut cases = Vec::new();
     for dims in [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)] {
         for (dtype, long) in [(Dtype::F16, (1, 2200, 0)), (Dtype::Bf16, (2200, 2, 0))] {
@@ -246,6 +253,9 @@ fn empty_tiles_on_a_bounded_grid() {
 /// the emulated driver each launch has another seed.)
 #[test]
 fn runs_repeat() {
+    if slow::left_out(Turn::Second) {
+        return;
+    }
     let Some(device) = Device::open() else { return };
     runs_repeat_of(&device, "repeat", &[(64, 64), (128, 128)], check);
 }

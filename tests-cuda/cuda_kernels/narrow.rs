@@ -7,6 +7,7 @@ use crate::device::{Device, emulated_count};
 use crate::hopper::alone_with;
 use crate::run::check;
 use crate::runs_repeat_of;
+use crate::slow::{self, Turn};
 use core::ffi::CStr;
 use cpattn::Dtype;
 use cpattn::call::Score;
@@ -63,6 +64,9 @@ fn shared_memory_decides() {
 /// Every option, and tiles of keys that wait for each other in every order, against attention in f64.
 #[test]
 fn every_option() {
+    if slow::left_out(Turn::First) {
+        return;
+    }
     if !is_emulated() || !alone_with("narrow::every_option", &[("CPATTN_EMU_SM", "86")]) {
         return;
     }

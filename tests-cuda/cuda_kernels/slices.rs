@@ -9,6 +9,7 @@ use crate::clusters;
 use crate::device::Device;
 use crate::hopper::alone_with;
 use crate::run::check;
+use crate::slow::{self, Turn};
 use core::ops::Range;
 use cpattn::Dtype;
 use cpattn::call::{Band, Score};
@@ -129,6 +130,9 @@ fn drawn_slices_of_every_hopper_kernel() {
 
 #[test]
 fn drawn_slices_of_sm_80() {
+    if slow::left_out(Turn::Second) {
+        return;
+    }
     let Some(device) = Device::of(Cuda::with_family(0, Family::Sm80)) else { return };
     drawn(&device, 3, 24, &DIMS);
 }
@@ -160,6 +164,9 @@ fn drawn_slices_in_clusters() {
 /// A prompt that several answers read, each by a slice of its own, beside the causal slices.
 #[test]
 fn shared_prefix() {
+    if slow::left_out(Turn::First) {
+        return;
+    }
     let Some(device) = Device::open() else { return };
     let (prompt, answers) = (150, [60, 1, 130]);
     let len = prompt + answers.iter().sum::<i64>();

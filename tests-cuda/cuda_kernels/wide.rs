@@ -7,6 +7,7 @@
 use crate::case::{Case, Cut};
 use crate::device::Device;
 use crate::run::check;
+use crate::slow::{self, Turn};
 use crate::{all, runs_repeat_of};
 use cpattn::Dtype;
 use cpattn::call::Score;
@@ -63,6 +64,9 @@ fn ranges() {
 /// Walks over more tiles than are prepared at once, on either side.
 #[test]
 fn long_walks() {
+    if slow::left_out(Turn::First) {
+        return;
+    }
     let mut cases = Vec::new();
     for long in [(1, 2200, 0), (2200, 2, 0)] {
         let base = Case::new("long", Dtype::F16, (264, 40));
@@ -85,6 +89,9 @@ fn a_bounded_grid() {
 
 #[test]
 fn runs_repeat() {
+    if slow::left_out(Turn::Second) {
+        return;
+    }
     let Some(device) = Device::open() else { return };
     runs_repeat_of(&device, "repeat", &[(264, 8)], check);
 }

@@ -77,13 +77,13 @@ pub struct Arguments {
         "repeat", "trace", "timeline"])]
     suite: bool,
     /// With --suite: a fixed sample of the combinations.
-    #[arg(long, help_heading = "Instead", requires = "suite")]
+    #[arg(long, help_heading = "Instead")]
     quick: bool,
 }
 
 pub fn main(arguments: Arguments) -> Result<bool, String> {
     match arguments.transport.transport {
-        // An option that --suite conflicts with keeps clap from asking for --suite.
+        // clap does not ask for --suite where an option is there that --suite conflicts with.
         _ if arguments.quick && !arguments.suite => {
             Err("--quick is given, expected --suite too, which it takes a sample of".into())
         }

@@ -30,6 +30,8 @@ SFT = "trl.trainer.sft_trainer"
 REWARD = "trl.trainer.reward_trainer"
 GENERATING = ("trl.trainer.grpo_trainer", "trl.trainer.rloo_trainer")
 MODULES = (SFT, REWARD, "trl.trainer.dpo_trainer", "trl.trainer.kto_trainer", *GENERATING)
+# The method of these that computes log-probabilities in all passes.
+SCORES = "_get_per_token_logps_and_entropies"
 
 
 def fused() -> bool:
@@ -46,6 +48,10 @@ def refuse_sharing(cp: ContextParallel, kind: type[Any]) -> None:
         raise Unsupported(
             f"share_prompts is True and the trainer is {kind.__name__}, TRL's GRPOTrainer or RLOOTrainer is needed: for other losses make packs with SharedPrefixCollator"
         )
+    if (module := getattr(getattr(kind, SCORES, None), "__module__", None)) not in GENERATING:
+        raise Unsupported(
+            f"share_prompts is True, and {kind.__name__} has {SCORES} in {module}, that of TRL 1.16's trainer is needed, in whose place it is: leave share_prompts out"
+        )
     if cp._mixers:
         raise Unsupported(f"share_prompts is True, and {name} has layers that mix whole documents, which would go from one completion into the next: leave share_prompts out")
     if cp._images:
@@ -60,9 +66,10 @@ def beyond(cp: ContextParallel, kind: type[Any], share_prompts: bool = False) ->
 
     class Own(kind):  # type: ignore[misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
+            uses_vllm = False
             if module in GENERATING:
-                args, kwargs = _batches(cp, kind, args, kwargs)
-            with served(cp, module) if module in GENERATING else nullcontext():
+                args, kwargs, uses_vllm = _batches(cp, kind, args, kwargs)
+            with served(cp, module) if uses_vllm else nullcontext():
                 super().__init__(*args, **kwargs)
             self._share_reference()
             if module in GENERATING:
@@ -163,8 +170,8 @@ def _refuse_in_memory(given: dict[str, Any]) -> None:
         )
 
 
-def _batches(cp: ContextParallel, kind: type[Any], args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a trainer that generates, with batches for replicas instead of processes."""
+def _batches(cp: ContextParallel, kind: type[Any], args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
+    """The arguments of a trainer that generates, with batches for replicas instead of processes; and whether a server generates."""
     bound = inspect.signature(kind.__init__).bind(None, *args, **kwargs)
     if (given := bound.arguments.get("args")) is None:
         raise InvalidArgument(f"args is needed: the {kind.__name__.replace('Trainer', 'Config')} of the trainer")
@@ -179,4 +186,4 @@ def _batches(cp: ContextParallel, kind: type[Any], args: Any, kwargs: Any) -> tu
                 f"a batch of {cp.replicas} replicas has {size} prompts ({batch}; ranks of a replica have the same ones), which {parts} ({number}) does not divide"
             )
     bound.arguments["args"] = given
-    return bound.args[1:], bound.kwargs
+    return bound.args[1:], bound.kwargs, bool(getattr(given, "use_vllm", False))

@@ -10,16 +10,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from cpattn.arguments import flag, instance
+from cpattn import Event
+from cpattn.arguments import flag, instance, whole
 from cpattn.errors import InvalidArgument
-from cpattn.torch.group import refusing
+from cpattn.options import PlanOptions
+from cpattn.plan import Plan
+from cpattn.torch.group import DTYPES, refusing
 from cpattn.torch.group import Collectives
 from .inputs import documents
 from .mtp import Heads, MultiToken
 from .scores import LogProbs, Reader, Scores, spread
+from .timeline import line
 
 if TYPE_CHECKING:
-    from cpattn.torch import GlooTransport
+    from cpattn.torch import Context, GlooTransport
     from .forward import Forward
     from .pooled import Kept
     from .probe import Found
@@ -46,6 +50,9 @@ class Calls:
     _number: int
     _ahead: MultiToken | None
     _hooks: list[Any]
+    _options: dict[str, Any]
+    _contexts: dict[torch.dtype, Context]
+    _recorded = 0  # the capacity of `record`, 0 before it
 
     def _talk(self) -> Collectives:
         if self._collectives is None:
@@ -144,6 +151,30 @@ class Calls:
         from .trainer import trainer
 
         return trainer(self, kind, flag("send_batches", send_batches), flag("share_prompts", share_prompts))  # type: ignore[arg-type]
+
+    def record(self, capacity: int = 1 << 16) -> None:
+        """Starts to record operations of attention, at most `capacity` of them for each dtype, for `timeline` and `trace`."""
+        self._talk()
+        self._recorded = whole("capacity", capacity, 1, 2**32)
+        for context in self._contexts.values():
+            context.record(self._recorded)
+
+    def trace(self) -> list[Event]:
+        """The events that the ranks of a group recorded since the last call, on its rank 0, for `cpattn.timeline_svg` and `cpattn.chrome_trace`; on
+        other ranks none. All ranks call it."""
+        self._talk()
+        return [event for context in self._contexts.values() for event in context.trace()]
+
+    def timeline(self) -> str:
+        """The events since the last call in a line, on all ranks of a group: how long attention computed and communicated, how much of that was
+        hidden, bytes, and workspace. Of each the number of the rank with the most. All ranks call it."""
+        events, workspace = self.trace(), 0
+        if self.last is not None:
+            options = {name: value for name, value in self._options.items() if name in PlanOptions.__annotations__}
+            for _, kind in self._found.told:
+                plan = Plan.with_tokens_of(self.last.batch.plan, **{**options, "dtype": DTYPES[self.last.batch.context.dtype], **kind})
+                workspace = max(workspace, *(plan.workspace(rank, way) for rank in range(plan.world) for way in ("forward", "backward")))
+        return str(self.sent(line(events, workspace) if self.rank == 0 else None))
 
     def mtp(self, heads: Heads | None) -> None:
         """Heads for tokens further on than the next one (multi-token prediction), modules of yours. In each pass of the model that trains,

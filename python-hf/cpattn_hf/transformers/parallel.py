@@ -229,6 +229,8 @@ class ContextParallel(Calls):
             self._contexts[dtype] = Context(group, dtype=dtype, device=self.device, **options)
             if self._collectives is not None:
                 self._contexts[dtype].use_collectives(self._collectives)
+            if self._recorded:
+                self._contexts[dtype].record(self._recorded)
         return self._contexts[dtype]
 
     # Inputs

@@ -9,7 +9,7 @@ what a tensor holds is gone when the next operation begins. `Fresh` makes new te
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,10 +30,10 @@ class Fresh:
     def begin(self) -> None:
         """What was asked for may be used for something else."""
 
-    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)
 
-    def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return self.empty(shape, dtype).zero_()
 
     def like(self, x: Tensor) -> Tensor:
@@ -44,8 +44,7 @@ class Fresh:
         if isinstance(index, slice):
             first, count = index.start, index.stop - index.start
             return x if count == x.shape[dim] else x.narrow(dim, first, count)
-        shape = list(x.shape)
-        shape[dim] = index.shape[0]
+        shape = (*x.shape[:dim], index.shape[0], *x.shape[dim + 1 :])
         result: Tensor = torch.index_select(x, dim, index, out=self.empty(shape, x.dtype))
         return result
 
@@ -88,13 +87,20 @@ class Memory:
             self.bytes.record_stream(self._other)
 
 
+class Piece(NamedTuple):
+    tensor: Tensor
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    end: int
+
+
 class Scratch(Fresh):
     """The tensors of one operation."""
 
     def __init__(self, memory: Memory) -> None:
         super().__init__(memory.device)
         self._memory, self._of = memory, memory.bytes
-        self._tensors: list[Tensor] = []
+        self._tensors: list[Piece] = []
         self._number = self._end = 0
 
     def begin(self) -> None:
@@ -107,21 +113,22 @@ class Scratch(Fresh):
         self._tensors.clear()
         self._of = self._memory.bytes
 
-    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        number, first = self._number, self._end
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        number = self._number
         self._number = number + 1
         if number < len(self._tensors):
-            found = self._tensors[number]
-            if found.dtype == dtype and found.shape == tuple(shape):
-                self._end = first + -(-found.nbytes // ALIGNMENT) * ALIGNMENT
+            found, of, kind, self._end = self._tensors[number]
+            if of == shape and kind is dtype:
                 return found
             # Another call of the operation: with a gradient of lse, say.
             del self._tensors[number:]
-        size = math.prod(shape) * dtype.itemsize
+            self._end = self._tensors[-1].end if number else 0
+        of = tuple(shape)
+        size, first = math.prod(of) * dtype.itemsize, self._end
         self._end = first + -(-size // ALIGNMENT) * ALIGNMENT
         if self._end > self._memory.bytes.shape[0]:
             # What was asked for before lies in the earlier bytes, which stay until it is gone.
             self._memory.grow(self._end)
-        found = self._memory.bytes[first : first + size].view(dtype).view(tuple(shape))
-        self._tensors.append(found)
+        found = self._memory.bytes[first : first + size].view(dtype).view(of)
+        self._tensors.append(Piece(found, of, dtype, self._end))
         return found
