@@ -84,6 +84,10 @@ class Stage:
         self.steps.keep(missing_peers=self.missing)
         for names, why in self.missing:
             print(f"not compared with {', '.join(names)}: {why}", flush=True)
+        # For what is about kernels that no library has.
+        apart = options.kernels / alternatives.APART
+        if apart.is_dir():
+            self.use({alternatives.VARIABLE: str(apart)})
         if options.stage != "1":
             variables, unknown = chosen(options.out / "lease-1.json", options.kernels)
             if unknown:

@@ -478,7 +478,7 @@ class Lease(Folder):
                 path.unlink()
 
     def test_every_test_program_for_devices_comes_along(self):
-        tests = HERE.parents[1] / "tests"
+        tests = HERE.parents[1] / "tests-cuda"
         if not tests.is_dir():
             self.skipTest("a prepared folder has no sources")
         of_capi = {f"capi_{path.stem}": path for path in (HERE.parents[1] / "capi/tests").glob("cuda*.rs")}

@@ -3,7 +3,7 @@
 //!
 //! As `cuda_nccl` of the crate, they run on whatever driver and NCCL the loader finds, the stand-ins of `.ci/nccl` too.
 
-#[path = "../../tests/cuda_nccl/raw.rs"]
+#[path = "../../tests-cuda/cuda_nccl/raw.rs"]
 mod raw;
 
 use std::{

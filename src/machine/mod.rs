@@ -2,7 +2,7 @@
 //! The description of a machine: how fast its kernels, copies and links are.
 //!
 //! Predictions know a machine only by its description. A description is a text file of `key = value` lines (`text`
-//! reads and writes it); `examples/machine` measures one, and the folder `machines` has some that are marked as
+//! reads and writes it); `cpattn machine` measures one, and the folder `machines` has some that are marked as
 //! estimates.
 //!
 //! The model is small on purpose, so that each figure can be measured alone:

@@ -279,38 +279,39 @@ mod tests {
     use super::*;
     use crate::{Batch, Dtype, Layout, Mesh, Problem};
     use alloc::{string::ToString, vec};
-    use proptest::prelude::*;
+    use fastrand::Rng;
 
-    fn layouts() -> impl Strategy<Value = Layout> {
-        prop_oneof![
-            Just(Layout::Contiguous),
-            Just(Layout::Zigzag),
-            Just(Layout::ZigzagPack),
-            (1u32..6).prop_map(|stripe| Layout::Striped { stripe }),
-            (1u32..6).prop_map(|chunks| Layout::Balanced { chunks }),
-        ]
+    fn any_layout(draw: &mut Rng) -> Layout {
+        match draw.u32(..5) {
+            0 => Layout::Contiguous,
+            1 => Layout::Zigzag,
+            2 => Layout::ZigzagPack,
+            3 => Layout::Striped { stripe: draw.u32(1..6) },
+            _ => Layout::Balanced { chunks: draw.u32(1..6) },
+        }
     }
 
-    fn plans() -> impl Strategy<Value = Plan> {
-        let lengths = || proptest::collection::vec(prop_oneof![Just(0usize), 0usize..4, 0usize..40], 0..6);
-        (lengths(), lengths(), any::<bool>(), layouts(), 1usize..5, 1usize..4, 1usize..3).prop_map(
-            |(q, mut k, cross, layout, ring, ulysses, replicas)| {
-                let batch = if cross {
-                    k.resize(q.len(), 5);
-                    let cu = |l: &[usize]| Batch::from_lengths(l).unwrap().cu_seqlens(Side::Q).to_vec();
-                    Batch::cross(&cu(&q), &cu(&k), None).unwrap()
-                } else {
-                    Batch::from_lengths(&q).unwrap()
-                };
-                let problem = Problem::new(batch, 4, 2, 8, Dtype::F32);
-                Plan::new(&problem, Mesh { replicas, ring, ulysses }, layout).unwrap()
-            },
-        )
+    fn any_plan(draw: &mut Rng) -> Plan {
+        let length = |draw: &mut Rng| [0, draw.usize(..4), draw.usize(..40)][draw.usize(..3)];
+        let lengths = |draw: &mut Rng| (0..draw.usize(..6)).map(|_| length(draw)).collect::<Vec<_>>();
+        let (q, mut k) = (lengths(draw), lengths(draw));
+        let batch = if draw.bool() {
+            k.resize(q.len(), 5);
+            let cu = |l: &[usize]| Batch::from_lengths(l).unwrap().cu_seqlens(Side::Q).to_vec();
+            Batch::cross(&cu(&q), &cu(&k), None).unwrap()
+        } else {
+            Batch::from_lengths(&q).unwrap()
+        };
+        let problem = Problem::new(batch, 4, 2, 8, Dtype::F32);
+        let mesh = Mesh { ring: draw.usize(1..5), ulysses: draw.usize(1..4), replicas: draw.usize(1..3) };
+        Plan::new(&problem, mesh, any_layout(draw)).unwrap()
     }
 
-    proptest! {
-        #[test]
-        fn shards_put_back_are_the_whole(plan in plans(), row_len in 0usize..4) {
+    #[test]
+    fn shards_put_back_are_the_whole() {
+        for seed in 0..256 {
+            let mut draw = Rng::with_seed(seed);
+            let (plan, row_len) = (any_plan(&mut draw), draw.usize(..4));
             for side in [Side::Q, Side::K] {
                 let tokens = plan.problem().batch().tokens(side);
                 let full: Vec<u32> = (0..(tokens * row_len) as u32).collect();
@@ -318,55 +319,59 @@ mod tests {
                     let mut back = vec![u32::MAX; full.len()];
                     let mut written = 0;
                     for rank in plan.mesh().group_of(replica * plan.mesh().group()) {
-                        let local = plan.local_tokens(side, rank).shard(&full, row_len).unwrap();
+                        let tokens = plan.local_tokens(side, rank);
+                        let local = tokens.shard(&full, row_len).unwrap();
                         let mut again = vec![0; local.len()];
-                        plan.local_tokens(side, rank).shard_into(&full, &mut again, row_len).unwrap();
-                        prop_assert_eq!(&local, &again);
-                        let tokens = plan.local_tokens(side, rank).indices();
-                        let want: Vec<u32> = tokens.iter().flat_map(|t| full[t * row_len..(t + 1) * row_len].to_vec()).collect();
-                        prop_assert_eq!(&local, &want);
-                        plan.local_tokens(side, rank).unshard_into(&local, &mut back, row_len).unwrap();
+                        tokens.shard_into(&full, &mut again, row_len).unwrap();
+                        assert_eq!(local, again, "seed {seed}");
+                        let rows = tokens.indices().into_iter();
+                        let want: Vec<u32> = rows.flat_map(|t| full[t * row_len..(t + 1) * row_len].to_vec()).collect();
+                        assert_eq!(local, want, "seed {seed}");
+                        tokens.unshard_into(&local, &mut back, row_len).unwrap();
                         written += local.len();
                     }
-                    prop_assert_eq!(&back, &full);
-                    prop_assert_eq!(written, full.len());
+                    assert_eq!(back, full, "seed {seed}");
+                    assert_eq!(written, full.len(), "seed {seed}");
                 }
             }
         }
+    }
 
-        #[test]
-        fn a_shift_stays_in_its_document(plan in plans(), by in -5i64..6) {
-            let batch = plan.problem().batch();
+    #[test]
+    fn a_shift_stays_in_its_document() {
+        for seed in 0..256 {
+            let mut draw = Rng::with_seed(seed);
+            let (plan, by) = (any_plan(&mut draw), draw.i64(-5..6));
+            let (batch, group) = (plan.problem().batch(), plan.mesh().group_of(0));
             let full: Vec<i64> = (0..batch.tokens(Side::Q) as i64).map(|t| 1000 + t).collect();
+            let shifted = |t: usize| {
+                let s = t as i64 + by;
+                let doc = batch.document(Side::Q, batch.document_of(Side::Q, t));
+                if (doc.start as i64..doc.end as i64).contains(&s) { full[s as usize] } else { -1 }
+            };
             let mut locals: Vec<Vec<i64>> = vec![];
-            for rank in plan.mesh().group_of(0) {
-                let got = plan.local_tokens(Side::Q, rank).shift(&full, -1, by).unwrap();
-                let want: Vec<i64> = plan
-                    .local_tokens(Side::Q, rank).indices()
-                    .into_iter()
-                    .map(|t| {
-                        let s = t as i64 + by;
-                        let doc = batch.document(Side::Q, batch.document_of(Side::Q, t));
-                        if (doc.start as i64..doc.end as i64).contains(&s) { full[s as usize] } else { -1 }
-                    })
-                    .collect();
-                prop_assert_eq!(&got, &want);
+            for rank in group.clone() {
+                let tokens = plan.local_tokens(Side::Q, rank);
+                let got = tokens.shift(&full, -1, by).unwrap();
+                let want: Vec<i64> = tokens.indices().into_iter().map(shifted).collect();
+                assert_eq!(got, want, "seed {seed}");
                 locals.push(got);
             }
             // The same result by messages, from local values alone.
-            let shards: Vec<_> = plan.mesh().group_of(0).map(|r| plan.local_tokens(Side::Q, r).shard(&full, 1).unwrap()).collect();
-            let lists: Vec<_> = plan.mesh().group_of(0).map(|r| plan.shift_messages(r, by).unwrap()).collect();
+            let shards: Vec<_> =
+                group.clone().map(|r| plan.local_tokens(Side::Q, r).shard(&full, 1).unwrap()).collect();
+            let lists: Vec<_> = group.map(|r| plan.shift_messages(r, by).unwrap()).collect();
             for (rank, want) in locals.iter().enumerate() {
                 let mut got = vec![-1; want.len()];
                 for m in lists[rank].iter().filter(|m| m.reader == rank) {
                     got[m.to..m.to + m.rows].copy_from_slice(&shards[m.owner][m.from..m.from + m.rows]);
                 }
-                prop_assert_eq!(&got, want);
+                assert_eq!(&got, want, "seed {seed}");
                 for peer in 0..shards.len() {
                     let of = |list: &[ShiftMessage]| {
                         list.iter().copied().filter(|m| m.owner == rank && m.reader == peer).collect::<Vec<_>>()
                     };
-                    prop_assert_eq!(of(&lists[rank]), of(&lists[peer]));
+                    assert_eq!(of(&lists[rank]), of(&lists[peer]), "seed {seed}");
                 }
             }
         }

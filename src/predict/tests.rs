@@ -151,7 +151,7 @@ fn a_plan_is_chosen_by_the_machine() {
     assert!(seconds(&slow) < seconds(&fast), "{} {}", slow.mesh(), fast.mesh());
 }
 
-/// Documents, masks, kv heads and ranks: which_mesh and the automatic choice rate one level and two alike, by either
+/// Documents, masks, kv heads and ranks: `cpattn mesh` and the automatic choice rate one level and two alike, by either
 /// model. The choice is the first of all candidates, with the machine's nodes if that has two levels.
 #[test]
 fn nodes_need_not_be_given() {

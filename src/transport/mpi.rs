@@ -28,7 +28,7 @@
 //!   `MPI_Finalize`: it may wait for the dead process. Call `MPI_Abort`, or end the process.
 //! - `MPI_Finalize` waits for every process without a limit, also for one that was stopped or died after its last run.
 //!   So call [`agree`](Transport::agree) on all ranks before it, after the last work that one rank does alone (`meet`
-//!   in `examples/context_parallel/together.rs`): `agree` fails at the deadline and names the rank.
+//!   in `tests/mpi/together.rs`): `agree` fails at the deadline and names the rank.
 //! - After a failure, memory that MPI still holds is never freed: some pieces, and the two duplicates. After an `abort`
 //!   all processes stay usable and can make new transports. A rank that leaves long before the others frees its
 //!   duplicates when it next makes or drops a transport (`left_ranks.rs`).

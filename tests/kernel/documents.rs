@@ -6,6 +6,7 @@
 //! workers.
 
 use crate::harness::*;
+use crate::slow::{self, Turn};
 use crate::threads::Threads;
 use cpattn::Element;
 use cpattn::call::{Attend, AttendBackward, Band, HeadMap, Mode, Pair, QRange, Range, Ranges, RawTensor};
@@ -134,6 +135,9 @@ fn cuts(isa: Isa) -> &'static [bool] {
 
 #[test]
 fn a_document_has_the_bits_that_it_has_alone() {
+    if slow::left_out(Turn::Every) {
+        return;
+    }
     fn check<E: Element>() {
         let mut pack = Pack::<E>::new(4, 2, (UNLIMITED, 0));
         for isa in isas::<E>() {
@@ -160,6 +164,9 @@ fn a_document_has_the_bits_that_it_has_alone() {
 /// Few workers have units of more rows, which see keys of more positions: tiles must not break elsewhere for that.
 #[test]
 fn bits_do_not_depend_on_the_number_of_workers() {
+    if slow::left_out(Turn::Every) {
+        return;
+    }
     /// Heads, kv heads; the window.
     type Heads = ((usize, usize), (i64, i64));
     const ALL_HEADS: [Heads; 6] = [

@@ -2,6 +2,7 @@
 //! Many problems in all the ways there are.
 
 use crate::harness::*;
+use crate::slow::{self, Turn};
 use crate::threads::threaded;
 use cpattn::call::{Attend, AttendBackward, Dropout, DropoutMask, Gradients, HeadMap, Ranges, RawTensor};
 use cpattn::kernel::cpu::{self, Isa, Scratch};
@@ -233,6 +234,9 @@ fn grid_bf16() {
 
 #[test]
 fn grid_f16() {
+    if slow::left_out(Turn::Every) {
+        return;
+    }
     some_of(200..220).for_each(|seed| check::<f16>(&problem(seed)));
 }
 
@@ -246,12 +250,18 @@ fn gradients_beyond_the_range_of_f16() {
 
 #[test]
 fn grid_f64() {
+    if slow::left_out(Turn::Every) {
+        return;
+    }
     some_of(300..320).for_each(|seed| check::<f64>(&problem(seed)));
 }
 
 /// Sums over twenty thousand terms keep the error of short ones, on either side.
 #[test]
 fn long_documents() {
+    if slow::left_out(Turn::Every) {
+        return;
+    }
     for (len_q, len_k) in [(16, 20_000), (20_000, 16)] {
         check::<f32>(&Problem {
             lens_q: vec![len_q],

@@ -6,6 +6,7 @@
 //! and nothing is written beside them.
 
 use crate::harness::*;
+use crate::slow::{self, Turn};
 use crate::threads::threaded;
 use cpattn::Element;
 use cpattn::call::{Attend, AttendBackward, Band, Delta, HeadMap, Mode, Pair, QRange, Range, Ranges, RawTensor};
@@ -100,10 +101,16 @@ fn check<E: Element>(tokens: usize) {
 
 #[test]
 fn bf16_results() {
+    if slow::left_out(Turn::Every) {
+        return;
+    }
     check::<bf16>(4096);
 }
 
 #[test]
 fn f32_results() {
+    if slow::left_out(Turn::Every) {
+        return;
+    }
     check::<f32>(2048);
 }

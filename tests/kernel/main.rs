@@ -22,6 +22,8 @@ mod parts;
 mod reference;
 mod refusals;
 mod slices;
+#[path = "../common/slow.rs"]
+mod slow;
 mod threads;
 mod wide;
 

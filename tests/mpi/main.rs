@@ -8,7 +8,7 @@
 //!
 //! - `launch`: how the processes are started and judged; `exchange`: what must work; `failure`, `joining`,
 //!   `later_plan`: what must fail, and how; `refusals`: what is refused from the start; `trials`: `-- --trials N
-//!   [--seed S]`, jobs that go wrong at random; `together`: of the example, what its ranks do after a run.
+//!   [--seed S]`, jobs that go wrong at random; `together`: what the ranks of `cpattn run` do after a run.
 
 mod exchange;
 mod failure;
@@ -16,8 +16,7 @@ mod joining;
 mod later_plan;
 mod launch;
 mod refusals;
-#[allow(dead_code, reason = "it is the example's, which uses all of it")]
-#[path = "../../examples/context_parallel/together.rs"]
+#[allow(dead_code, reason = "the program `cpattn` uses all of it")]
 mod together;
 mod trials;
 

@@ -11,12 +11,17 @@ mod dealt;
 mod drawn;
 mod explain;
 mod machine;
+#[path = "../common/seeds.rs"]
+mod seeds;
+#[path = "../common/slow.rs"]
+mod slow;
 
 use cpattn::{
     Batch, Dtype, Layout, Mask, Mesh, Options, Plan, Problem,
     plan::{Circulate, Gather, Wire},
     schedule::{Direction, Schedule, verify::Report},
 };
+use slow::Turn;
 
 const LAYOUTS: [Layout; 7] = [
     Layout::Contiguous,
@@ -121,6 +126,9 @@ fn nine_heads_on_four_ranks() {
 
 #[test]
 fn nine_heads_on_eight_ranks_four_by_two() {
+    if slow::left_out(Turn::Every) {
+        return;
+    }
     let mesh = Mesh { replicas: 1, ring: 2, ulysses: 4 };
     assert_eq!((mesh.ulysses, mesh.ring), (4, 2));
     assert_eq!(grid(&pack(), 9, 3, mesh), 714);
@@ -133,6 +141,9 @@ fn nine_heads_on_one_rank() {
 
 #[test]
 fn awkward_lengths_on_eight_ranks() {
+    if slow::left_out(Turn::Every) {
+        return;
+    }
     let batches = [
         Batch::from_lengths(&[]).unwrap(),
         Batch::from_lengths(&[0, 0]).unwrap(),

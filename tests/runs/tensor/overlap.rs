@@ -5,8 +5,9 @@
 //! and a few tensors of real size show that the decision needs no enumeration.
 
 use super::{refusal, refuses};
+use crate::seeds::each_seed;
 use cpattn::{Dtype, call::RawTensor, disjoint};
-use proptest::prelude::*;
+use fastrand::Rng;
 use std::collections::BTreeSet;
 
 /// A tensor at a made-up address: `disjoint` never touches memory.
@@ -96,34 +97,27 @@ pub fn footprint(t: &RawTensor) -> (BTreeSet<i64>, bool) {
     (bytes, twice)
 }
 
-fn small_tensor() -> impl Strategy<Value = RawTensor> {
-    let dtype = prop_oneof![Just(Dtype::F16), Just(Dtype::F32), Just(Dtype::F64)];
-    let extent = |most: u64| prop_oneof![1 => Just(0), 15 => 1..=most];
-    (0usize..60, dtype, [extent(5), extent(4), extent(3)], [-12i64..24, -12i64..24])
-        .prop_map(|(offset, dtype, shape, strides)| at(4096 + 2 * offset, dtype, shape, strides))
+fn small_tensor(draw: &mut Rng) -> RawTensor {
+    let dtype = [Dtype::F16, Dtype::F32, Dtype::F64][draw.usize(..3)];
+    let shape = [5, 4, 3].map(|most| if draw.u32(..16) == 0 { 0 } else { draw.u64(1..=most) });
+    at(4096 + 2 * draw.usize(..60), dtype, shape, [(); 2].map(|()| draw.i64(-12..24)))
 }
 
 /// Strides that nest often enough for disjoint answers to be common.
-fn nested_pair() -> impl Strategy<Value = (RawTensor, RawTensor)> {
-    (1i64..5, 1i64..5, 1i64..4, 0i64..4, prop::bool::ANY).prop_flat_map(|(heads, dim, parts, gap, swap)| {
-        let row = dim + gap;
-        let token = parts * heads * row;
-        let one = move || {
-            (0..parts * heads, 1u64..6, 1u64..4, 1..=dim as u64, 1u64..4).prop_map(
-                move |(first, tokens, h, d, step)| {
-                    let heads = (h as i64).min(parts * heads - first) as u64;
-                    let strides = [token * step as i64, row];
-                    let (shape, strides) = if swap {
-                        ([heads, tokens, d], [strides[1], strides[0]])
-                    } else {
-                        ([tokens, heads, d], strides)
-                    };
-                    at((4096 + 4 * first * row) as usize, Dtype::F32, shape, strides)
-                },
-            )
-        };
-        (one(), one())
-    })
+fn nested_pair(draw: &mut Rng) -> (RawTensor, RawTensor) {
+    let (heads, dim, parts, gap) = (draw.i64(1..5), draw.i64(1..5), draw.i64(1..4), draw.i64(0..4));
+    let (row, swap) = (dim + gap, draw.bool());
+    let token = parts * heads * row;
+    let mut one = || {
+        let first = draw.i64(0..parts * heads);
+        let (tokens, h, d, step) = (draw.u64(1..6), draw.i64(1..4), draw.u64(1..=dim as u64), draw.i64(1..4));
+        let heads = h.min(parts * heads - first) as u64;
+        let strides = [token * step, row];
+        let (shape, strides) =
+            if swap { ([heads, tokens, d], [strides[1], strides[0]]) } else { ([tokens, heads, d], strides) };
+        at((4096 + 4 * first * row) as usize, Dtype::F32, shape, strides)
+    };
+    (one(), one())
 }
 
 #[track_caller]
@@ -143,16 +137,15 @@ fn agrees_with_brute_force(a: RawTensor, b: RawTensor) {
     }
 }
 
-proptest! {
-    #![proptest_config(ProptestConfig { cases: 10_000, failure_persistence: None, ..ProptestConfig::default() })]
+#[test]
+fn overlap_agrees_with_brute_force() {
+    each_seed(10_000, |draw| agrees_with_brute_force(small_tensor(draw), small_tensor(draw)));
+}
 
-    #[test]
-    fn overlap_agrees_with_brute_force(a in small_tensor(), b in small_tensor()) {
+#[test]
+fn nested_overlap_agrees_with_brute_force() {
+    each_seed(10_000, |draw| {
+        let (a, b) = nested_pair(draw);
         agrees_with_brute_force(a, b);
-    }
-
-    #[test]
-    fn nested_overlap_agrees_with_brute_force((a, b) in nested_pair()) {
-        agrees_with_brute_force(a, b);
-    }
+    });
 }

@@ -235,7 +235,8 @@ fn combines() -> Vec<Subject> {
     subjects
 }
 
-/// Which of many corruptions are tried: a third of them, without a pattern; all with `CPATTN_LONG` set (`.ci/long`).
+/// Which of many corruptions are tried, without a pattern: one in `CPATTN_MUTANTS`, which is 10 if it is not set and 3
+/// in `.ci/run`; all with `CPATTN_LONG` set (`.ci/long`).
 #[derive(Default)]
 struct Sample {
     seen: u32,
@@ -248,7 +249,14 @@ impl Sample {
     }
 
     fn one_in() -> usize {
-        if std::env::var_os("CPATTN_LONG").is_some() { 1 } else { 3 }
+        if std::env::var_os("CPATTN_LONG").is_some() {
+            return 1;
+        }
+        std::env::var("CPATTN_MUTANTS").map_or(10, |n| {
+            let number = n.parse().ok().filter(|&n| n > 0);
+            number
+                .unwrap_or_else(|| panic!("CPATTN_MUTANTS is {n:?}, expected a number above 0: one mutant in so many"))
+        })
     }
 }
 
