@@ -116,7 +116,7 @@ uint32_t cpattn_version(void);
 #define CPATTN_PEER 4
 /* The verifier found a flaw in a schedule. */
 #define CPATTN_SCHEDULE 5
-/* A call into a device driver or the operating system failed. */
+/* A call into a device driver or the operating system failed, or a kernel of the caller's (cpattn_kernel_table). */
 #define CPATTN_DEVICE 6
 /* The handle is NULL, of another kind, or was destroyed. */
 #define CPATTN_INVALID_HANDLE 7
@@ -691,6 +691,82 @@ typedef struct cpattn_rank cpattn_rank;
 #define CPATTN_ISA_AVX512_BF16 5 /* AVX-512 with bf16 dot products; these are used for bf16 */
 #define CPATTN_ISA_AMX 6         /* AMX bf16 tiles, used for bf16, f16 and f32 */
 
+/*
+ * A kernel of the caller's computes the attention of a rank's runs, on the CPU. It gets packed copies of rows, as kernels for
+ * sequences of several lengths take them; masks, slices, stripes, rings and Ulysses become such calls, and sinks, merges and the
+ * gradient of lse are computed outside of it. cpattn_kernel_call is one call. Sequence i has rows cu_seqlens_q[i] to
+ * cu_seqlens_q[i + 1] and keys cu_seqlens_k[i] to cu_seqlens_k[i + 1], at least one of each. With sq rows and sk keys, row r
+ * sees key j if
+ *   r + (sk - sq) - window_left <= j <= r + (sk - sq) + window_right
+ * where -1 is no limit. Each row has a key, and each key a row. q head h reads kv head h / (heads / kv_heads).
+ *
+ * Tensors are compact: q, o, d_o, dq [rows, heads, dim], k, v, dk, dv [keys, kv_heads, dim], in `dtype`, but o, dq, dk and dv in
+ * the accumulator's type (f32; f64 for CPATTN_F64); lse and delta [heads, rows] in the accumulator's type. The natural lse of a
+ * row has all of the row's keys in the call. A backward gets lse and delta of whole rows, of which the call may have a part of
+ * the keys: p = exp(s - lse), and the gradient of a score is p * (d_o·v - delta); where lse is +inf, p is 0. What is written is NaN
+ * before the call; an lse of NaN or -inf for finite q and k is refused. */
+typedef struct cpattn_kernel_call {
+  size_t struct_size;
+  const int32_t *cu_seqlens_q;
+  const int32_t *cu_seqlens_k;
+  uint32_t sequences;
+  uint32_t heads;
+  uint32_t kv_heads;
+  uint32_t head_dim;
+  uint32_t value_dim;
+  int32_t dtype;        /* CPATTN_F16, ... */
+  int64_t window_left;  /* -1 unless CPATTN_KERNEL_WINDOWS */
+  int64_t window_right; /* -1 or 0 unless CPATTN_KERNEL_WINDOWS */
+  double scale;
+  double softcap;            /* 0: none */
+  const float *alibi_slopes; /* [sequences, heads]; NULL: none. slope * |distance| is subtracted from a score */
+  const int64_t *corners;    /* with slopes: the distance of key j from row r is corners[i] + (j - sk) - (r - sq) */
+  const void *q;
+  const void *k;
+  const void *v;
+  void *o;         /* forward; backward NULL */
+  void *lse;       /* forward: written; backward: read */
+  const void *d_o; /* this and all below: backward; forward NULL */
+  const void *delta;
+  void *dq;
+  void *dk;
+  void *dv;
+} cpattn_kernel_call;
+
+/* For programs that test their kernel by itself. */
+#define CPATTN_KERNEL_CALL_INIT \
+  { sizeof(cpattn_kernel_call), NULL, NULL, 0, 0, 0, 0, 0, CPATTN_F32, -1, -1, 0.0, 0.0, NULL, NULL, \
+    NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL }
+
+/* What a kernel honours; a plan that needs more is refused with CPATTN_UNSUPPORTED before anything moves. */
+#define CPATTN_KERNEL_WINDOWS 1    /* any limits; without, slices and masks with a left limit are refused */
+#define CPATTN_KERNEL_SOFTCAP 2
+#define CPATTN_KERNEL_SLOPES 4
+#define CPATTN_KERNEL_GROUPS 8     /* several q heads for each kv head; else it gets copies of k and v */
+#define CPATTN_KERNEL_VALUE_DIM 16 /* a value_dim other than head_dim */
+#define CPATTN_KERNEL_ROUNDED_O 32 /* o is returned in `dtype`: each merge then costs up to half a bit of it */
+#define CPATTN_KERNEL_TEXT 512
+
+/* The functions return 0 on success. After a failure the run ends on all ranks; the error names the rank, the operation and the
+ * kernel, and has the text, if they wrote one (CPATTN_KERNEL_TEXT bytes, zeros on entry, UTF-8 up to a zero). They must not throw
+ * or longjmp, nor call the rank. They are called by the thread that runs the plan. All ranks of a group need the same kernel: they
+ * compare the name and what it honours. Dropout, reproducible plans, pages, lists of keys and max_logit are refused. */
+typedef struct cpattn_kernel_table {
+  size_t struct_size;
+  void *context;
+  const char *name;  /* in errors; copied */
+  uint32_t dtypes;   /* a set: 1 << CPATTN_F32 | ... */
+  uint32_t head_dim; /* the largest, of q, k and v */
+  uint32_t honours;  /* a set of CPATTN_KERNEL_... */
+  int32_t reserved;  /* 0 */
+  int32_t (*forward)(void *context, const cpattn_kernel_call *call, char *text);
+  int32_t (*backward)(void *context, const cpattn_kernel_call *call, char *text); /* NULL: backwards are refused */
+  void (*release)(void *context); /* the kernel is no longer used; not called if cpattn_rank_create fails. May be NULL */
+} cpattn_kernel_table;
+
+#define CPATTN_KERNEL_TABLE_INIT \
+  { sizeof(cpattn_kernel_table), NULL, NULL, 0, 0, 0, 0, NULL, NULL, NULL }
+
 typedef struct cpattn_rank_options {
   size_t struct_size;
   uint32_t workers;    /* threads of the CPU kernels, 1 to 1024; more than 1 needs rayon; same results. On a device 1 */
@@ -699,10 +775,11 @@ typedef struct cpattn_rank_options {
   uint32_t sm_margin;  /* multiprocessors that attention leaves free; on the CPU 0. See below */
   int32_t isa;         /* CPATTN_ISA_... of the CPU kernels; on a device CPATTN_ISA_AUTO */
   int32_t reserved;    /* 0 */
+  const cpattn_kernel_table *kernel; /* NULL: the library's kernels */
 } cpattn_rank_options;
 
 #define CPATTN_RANK_OPTIONS_INIT \
-  { sizeof(cpattn_rank_options), 1, CPATTN_DEVICE_CPU, 0, 0, CPATTN_ISA_AUTO, 0 }
+  { sizeof(cpattn_rank_options), 1, CPATTN_DEVICE_CPU, 0, 0, CPATTN_ISA_AUTO, 0, NULL }
 
 /* Make a rank once; it runs many plans. On success the rank owns the transport and the transport's handle is no longer
  * valid; after a failure the handle is still the caller's. options NULL: one worker, on the device of a peer group or NCCL

@@ -81,6 +81,17 @@ pub enum Error {
         /// The text of the driver, of MPI, or of this crate.
         message: String,
     },
+    /// A kernel of the caller's (`VarlenKernel`) failed, or returned what cannot be. The group has failed.
+    Kernel {
+        /// The rank whose kernel it is.
+        rank: usize,
+        /// The operation of the schedule that called it.
+        at: Label,
+        /// The kernel's name.
+        kernel: String,
+        /// The kernel's text, or what is wrong.
+        message: String,
+    },
 }
 
 /// Names an exchange in errors and traces.
@@ -341,7 +352,7 @@ impl Error {
     /// Adds the name of the failed run, if the error has none yet.
     #[must_use]
     pub fn of_run(mut self, name: RunName) -> Self {
-        if let Self::Peer { at, .. } = &mut self {
+        if let Self::Peer { at, .. } | Self::Kernel { at, .. } = &mut self {
             at.run.get_or_insert(name);
         }
         self
@@ -407,6 +418,9 @@ impl fmt::Display for Error {
                 write!(f, "schedule of rank {rank}, operation {operation}: {flaw}")
             }
             Self::Device { call, code, message } => write!(f, "{call} failed with {code}: {message}"),
+            Self::Kernel { rank, at, kernel, message } => {
+                write!(f, "rank {rank}, {at}: kernel {kernel:?} failed: {message}")
+            }
         }
     }
 }

@@ -74,6 +74,10 @@ SETS = (
 )
 """Several at once, for a device that refutes more than one item: those that the page says were run together."""
 
+APART, APART_SETS = "apart", ("CLUSTER", "FORWARD_96_192")
+"""Kernels that no library has, and what ptx/compile calls them: a folder for the tests and cases that are about them. The
+folders of switches have them too."""
+
 CUBINS = "cubins"
 CUBIN_ITEMS = (4, 21)
 """The kernels for sm_90a as they are, by the pinned compiler in the place of the driver's."""

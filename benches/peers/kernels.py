@@ -31,7 +31,7 @@ def make(name, switches, of):
     made, stamp = ROOT / "target/kernels" / name, ROOT / "target/kernels" / f"{name}.of"
     if made.is_dir() and stamp.exists() and stamp.read_text().splitlines()[:1] == [of]:
         return made, stamp.read_text().partition("\n")[2]
-    how = ["--with", ",".join(switches)] if switches else ["--cubin"]
+    how = ["--with", ",".join(dict.fromkeys((*switches, *alternatives.APART_SETS)))] if switches else ["--cubin"]
     stamp.unlink(missing_ok=True)
     done = subprocess.run([ROOT / "ptx/compile", *how, made], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if not made.is_dir() or not any(path.suffix in (".ptx", ".cubin") for path in made.iterdir()):
@@ -47,7 +47,7 @@ def main(to=None):
         sys.exit(f"{to} is not an empty folder")
     of = digest()
     (ROOT / "target/kernels").mkdir(parents=True, exist_ok=True)
-    for name, switches in alternatives.ALL.items():
+    for name, switches in {alternatives.APART: alternatives.APART_SETS, **alternatives.ALL}.items():
         made, said = make(name, switches, of)
         if made is None:
             print(f"not taken along: kernels of {name}, which ptx/compile does not make here:\n{said}", file=sys.stderr, flush=True)

@@ -84,6 +84,10 @@ class Stage:
         self.steps.keep(missing_peers=self.missing)
         for names, why in self.missing:
             print(f"not compared with {', '.join(names)}: {why}", flush=True)
+        # For what is about kernels that no library has.
+        apart = options.kernels / alternatives.APART
+        if apart.is_dir():
+            self.use({alternatives.VARIABLE: str(apart)})
         if options.stage != "1":
             variables, unknown = chosen(options.out / "lease-1.json", options.kernels)
             if unknown:
@@ -172,7 +176,10 @@ def tests_of(program):
 
 
 def first(stage):
-    """What the machine is, what it refutes of ptx/HARDWARE.md, and whether everything computes right on it."""
+    """What runs today, the schedules with kernels of others; then what the machine is, what it refutes of ptx/HARDWARE.md, and whether
+    everything computes right on it."""
+    if not stage.options.ours_only and stage.has_torch("kernels of others"):
+        stage.json_of("kernels of others", stage.python(HERE / "others.py", *["--tiny"][: int(stage.tiny)]), 120, package(stage))
     stage.json_of("facts", stage.python(HERE / "machine.py", "facts"), 40)
     listed, others = of_hardware(tests(stage))
     hung = set()

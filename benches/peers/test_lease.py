@@ -430,6 +430,7 @@ class Lease(Folder):
             self.assertEqual(record["missing_peers"][0][0], ["fa3", "fa3-varlen"])
             if stage == "1":
                 self.assertRegex(done.stdout, r"FAILED ceilings: status 1: .*there is no PyTorch in this Python")
+                self.assertIn("FAILED kernels of others: status 1: not run: a stand-in", done.stdout)
                 for communicator in "own", "torch":
                     self.assertIn(f"FAILED PyTorch, communicator {communicator}: status 1: not run: a stand-in", done.stdout)
         # Stage 2, whose PyTorch does not come up, times ours and has tried the ceilings.
@@ -439,7 +440,7 @@ class Lease(Folder):
 
     def test_without_pytorch_its_steps_are_not_begun(self):
         python = program(self.folder / "python", f'exec {sys.executable} -S "$@"')
-        for stage, left in ("1", ["ceilings", "PyTorch"]), ("2", ["ceilings"]):
+        for stage, left in ("1", ["kernels of others", "ceilings", "PyTorch"]), ("2", ["ceilings"]):
             done, record = self.call(stage, python=python, ours_only=False)
             why = f": there is no PyTorch in {sys.executable}"
             self.assertEqual((done.returncode, record["not_begun"]), (1, [name + why for name in left]), done.stdout)

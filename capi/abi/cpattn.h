@@ -116,7 +116,7 @@ uint32_t cpattn_version(void);
 #define CPATTN_PEER 4
 /* The verifier found a flaw in a schedule. */
 #define CPATTN_SCHEDULE 5
-/* A call into a device driver or the operating system failed. */
+/* A call into a device driver or the operating system failed, or a kernel of the caller's (cpattn_kernel_table). */
 #define CPATTN_DEVICE 6
 /* The handle is NULL, of another kind, or was destroyed. */
 #define CPATTN_INVALID_HANDLE 7
@@ -266,9 +266,9 @@ typedef struct cpattn_problem {
   double scale;              /* 0: 1 / sqrt(head_dim) */
   double softcap;            /* 0: none */
   const float *alibi_slopes; /* alibi_rows x heads entries, -1e18 to 1e18; NULL: none. Distances above 2^24 are rounded in f32 */
-  int32_t sinks;             /* learnable sinks of each q head, 0 to 4096, given with each run: finite, or -inf for none. +inf
-                                takes all weight: in its head o is 0, lse +inf, dq 0, dk and dv get nothing, and its
-                                own gradient is NaN. NaN makes all results of its head NaN */
+  int32_t sinks;             /* learnable sinks of each q head, 0 to 4096; their values come with each run: finite, or
+                                -inf for none. +inf takes all weight of its head: o is 0, lse +inf, dq 0, dk and dv get
+                                nothing, its own gradient is NaN. NaN makes all results of its head NaN */
   int32_t alibi_rows;        /* 0: alibi_slopes has one row, for all documents; documents: a row for each, and a pair has the slope of
                                 its q token's document (CPU only) */
   const cpattn_slice *slices; /* slice_count entries; NULL: each document attends to itself */
@@ -332,7 +332,7 @@ typedef struct cpattn_options {
   int32_t reproducible;      /* 1: bit-equal results for any number of ranks; CPU only */
   int32_t pack_inputs;       /* 1: tensors that are sent may have any strides; 0: they must be compact */
   uint32_t ranks_per_node;   /* ranks that share a node: rank r is in node r / ranks_per_node, and a row crosses from one node
-                                to another once; 0, or as many as all ranks: all links are alike. See cpattn_ranks_per_node */
+                                to another once; 0, or as many as all ranks or more: all links are alike. See cpattn_ranks_per_node */
   int32_t circulate_forward; /* CPATTN_CIRCULATE_... */
   int32_t reserved;          /* 0 */
 } cpattn_options;
@@ -361,8 +361,8 @@ int32_t cpattn_plan_create_on(const cpattn_problem *problem, const cpattn_option
                               cpattn_plan **plan);
 
 /* Makes a plan for another kind of layer over the same documents, with the tokens of `base`: its mesh, its layout and, where
- * that goes by mask area, its chunks. Heads, dims, dtype, mask and score options of `problem` are free. Two plans made one by
- * one may give a rank other tokens, often in equal numbers, which no shape tells: make all plans of a model from one.
+ * that goes by mask area, its chunks. Heads, dims, dtype, mask and score options of `problem` are free. Two plans that were made
+ * separately may give a rank other tokens even when all shapes match: make all plans of a model from one.
  * `problem` gives the documents of `base`, or none: cu_seqlens_q, cu_seqlens_k and q_start NULL, documents 0. Slices need not be
  * those of `base`: `problem` gives its own; with no documents and no slices it has the slices of `base`, if there are any; with
  * documents and no slices, none. `options` may be NULL: those of `base`. Otherwise world, ulysses, ring and layout are 0 or those
@@ -540,10 +540,10 @@ typedef struct cpattn_message {
  * occur. One exchange has at most eight messages to each peer and at most eight from it, so requests can be allocated once.
  * agree on one rank and exchange on another may run at the same time: they need different tags or communicators. `peer` is a
  * rank number in the transport's group, not in the job. Nothing may hang: when a peer dies, fails or does not answer within a
- * timeout that the transport chooses, this call and all later calls fail. The timeout must be longer than the longest time that
- * a peer computes between two exchanges. (A rank on the CPU does not need the later calls to fail: after the first failure it
- * calls abort, makes no other call, and returns that failure from then on.) When a call has returned, also with a failure, the
- * transport no longer accesses the memory of its messages: posted receives are cancelled, or go to the transport's own memory.
+ * timeout that the transport chooses, this call and all later calls fail. The timeout must be longer than a peer computes between two
+ * exchanges. (A rank on the CPU calls abort after the first failure, makes no other call, and returns that failure from then on: for it
+ * the later calls need not fail.) When a call has returned, also with a failure, the transport no longer accesses the memory of its
+ * messages: posted receives are cancelled, or go to the transport's own memory.
  *
  * For a rank on a device, `exchange` gets one of the rank's own streams, enqueues the batch there and returns, as ncclSend
  * and ncclRecv between ncclGroupStart and ncclGroupEnd do. The device's primary context is current during the call. A
@@ -635,8 +635,8 @@ typedef struct cpattn_engine_table {
 int32_t cpattn_engine_group(const cpattn_engine_table *table, uint64_t deadline_ms, cpattn_transport **transport);
 
 /* Waits for all ranks to call it and to connect. It fails as soon as the engine's connect fails. If that call does not
- * return, it fails after twice the deadline plus half of it (the half at most 5 s), and at least 10 s; opening the store and
- * the search for the rank at fault are not counted. cpattn_engine_abort on another thread ends the wait, and so does a failure of another rank. */
+ * return, it fails after 2.5 deadlines (the half at most 5 s), and at least 10 s; opening the store and the search for the rank at
+ * fault are not counted. cpattn_engine_abort on another thread ends the wait, and so does a failure of another rank. */
 int32_t cpattn_engine_connect(cpattn_transport *transport);
 
 /* A second handle of the same transport: one becomes a rank, the other is for the calls below, between runs. This rank leaves
@@ -691,6 +691,82 @@ typedef struct cpattn_rank cpattn_rank;
 #define CPATTN_ISA_AVX512_BF16 5 /* AVX-512 with bf16 dot products; these are used for bf16 */
 #define CPATTN_ISA_AMX 6         /* AMX bf16 tiles, used for bf16, f16 and f32 */
 
+/*
+ * A kernel of the caller's computes the attention of a rank's runs, on the CPU. It gets packed copies of rows, as kernels for
+ * sequences of several lengths take them; masks, slices, stripes, rings and Ulysses become such calls, and sinks, merges and the
+ * gradient of lse are computed outside of it. cpattn_kernel_call is one call. Sequence i has rows cu_seqlens_q[i] to
+ * cu_seqlens_q[i + 1] and keys cu_seqlens_k[i] to cu_seqlens_k[i + 1], at least one of each. With sq rows and sk keys, row r
+ * sees key j if
+ *   r + (sk - sq) - window_left <= j <= r + (sk - sq) + window_right
+ * where -1 is no limit. Each row has a key, and each key a row. q head h reads kv head h / (heads / kv_heads).
+ *
+ * Tensors are compact: q, o, d_o, dq [rows, heads, dim], k, v, dk, dv [keys, kv_heads, dim], in `dtype`, but o, dq, dk and dv in
+ * the accumulator's type (f32; f64 for CPATTN_F64); lse and delta [heads, rows] in the accumulator's type. The natural lse of a
+ * row has all of the row's keys in the call. A backward gets lse and delta of whole rows, of which the call may have a part of
+ * the keys: p = exp(s - lse), and the gradient of a score is p * (d_o·v - delta); where lse is +inf, p is 0. What is written is NaN
+ * before the call; an lse of NaN or -inf for finite q and k is refused. */
+typedef struct cpattn_kernel_call {
+  size_t struct_size;
+  const int32_t *cu_seqlens_q;
+  const int32_t *cu_seqlens_k;
+  uint32_t sequences;
+  uint32_t heads;
+  uint32_t kv_heads;
+  uint32_t head_dim;
+  uint32_t value_dim;
+  int32_t dtype;        /* CPATTN_F16, ... */
+  int64_t window_left;  /* -1 unless CPATTN_KERNEL_WINDOWS */
+  int64_t window_right; /* -1 or 0 unless CPATTN_KERNEL_WINDOWS */
+  double scale;
+  double softcap;            /* 0: none */
+  const float *alibi_slopes; /* [sequences, heads]; NULL: none. slope * |distance| is subtracted from a score */
+  const int64_t *corners;    /* with slopes: the distance of key j from row r is corners[i] + (j - sk) - (r - sq) */
+  const void *q;
+  const void *k;
+  const void *v;
+  void *o;         /* forward; backward NULL */
+  void *lse;       /* forward: written; backward: read */
+  const void *d_o; /* this and all below: backward; forward NULL */
+  const void *delta;
+  void *dq;
+  void *dk;
+  void *dv;
+} cpattn_kernel_call;
+
+/* For programs that test their kernel by itself. */
+#define CPATTN_KERNEL_CALL_INIT \
+  { sizeof(cpattn_kernel_call), NULL, NULL, 0, 0, 0, 0, 0, CPATTN_F32, -1, -1, 0.0, 0.0, NULL, NULL, \
+    NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL }
+
+/* What a kernel honours; a plan that needs more is refused with CPATTN_UNSUPPORTED before anything moves. */
+#define CPATTN_KERNEL_WINDOWS 1    /* any limits; without, slices and masks with a left limit are refused */
+#define CPATTN_KERNEL_SOFTCAP 2
+#define CPATTN_KERNEL_SLOPES 4
+#define CPATTN_KERNEL_GROUPS 8     /* several q heads for each kv head; else it gets copies of k and v */
+#define CPATTN_KERNEL_VALUE_DIM 16 /* a value_dim other than head_dim */
+#define CPATTN_KERNEL_ROUNDED_O 32 /* o is returned in `dtype`: each merge then costs up to half a bit of it */
+#define CPATTN_KERNEL_TEXT 512
+
+/* The functions return 0 on success. After a failure the run ends on all ranks; the error names the rank, the operation and the
+ * kernel, and has the text, if they wrote one (CPATTN_KERNEL_TEXT bytes, zeros on entry, UTF-8 up to a zero). They must not throw
+ * or longjmp, nor call the rank. They are called by the thread that runs the plan. All ranks of a group need the same kernel: they
+ * compare the name and what it honours. Dropout, reproducible plans, pages, lists of keys and max_logit are refused. */
+typedef struct cpattn_kernel_table {
+  size_t struct_size;
+  void *context;
+  const char *name;  /* in errors; copied */
+  uint32_t dtypes;   /* a set: 1 << CPATTN_F32 | ... */
+  uint32_t head_dim; /* the largest, of q, k and v */
+  uint32_t honours;  /* a set of CPATTN_KERNEL_... */
+  int32_t reserved;  /* 0 */
+  int32_t (*forward)(void *context, const cpattn_kernel_call *call, char *text);
+  int32_t (*backward)(void *context, const cpattn_kernel_call *call, char *text); /* NULL: backwards are refused */
+  void (*release)(void *context); /* the kernel is no longer used; not called if cpattn_rank_create fails. May be NULL */
+} cpattn_kernel_table;
+
+#define CPATTN_KERNEL_TABLE_INIT \
+  { sizeof(cpattn_kernel_table), NULL, NULL, 0, 0, 0, 0, NULL, NULL, NULL }
+
 typedef struct cpattn_rank_options {
   size_t struct_size;
   uint32_t workers;    /* threads of the CPU kernels, 1 to 1024; more than 1 needs rayon; same results. On a device 1 */
@@ -699,10 +775,11 @@ typedef struct cpattn_rank_options {
   uint32_t sm_margin;  /* multiprocessors that attention leaves free; on the CPU 0. See below */
   int32_t isa;         /* CPATTN_ISA_... of the CPU kernels; on a device CPATTN_ISA_AUTO */
   int32_t reserved;    /* 0 */
+  const cpattn_kernel_table *kernel; /* NULL: the library's kernels */
 } cpattn_rank_options;
 
 #define CPATTN_RANK_OPTIONS_INIT \
-  { sizeof(cpattn_rank_options), 1, CPATTN_DEVICE_CPU, 0, 0, CPATTN_ISA_AUTO, 0 }
+  { sizeof(cpattn_rank_options), 1, CPATTN_DEVICE_CPU, 0, 0, CPATTN_ISA_AUTO, 0, NULL }
 
 /* Make a rank once; it runs many plans. On success the rank owns the transport and the transport's handle is no longer
  * valid; after a failure the handle is still the caller's. options NULL: one worker, on the device of a peer group or NCCL
@@ -745,7 +822,8 @@ int32_t cpattn_rank_ring_check(cpattn_rank *rank, size_t bytes, cpattn_link *lin
 /* Lends a workspace of `bytes` in the memory of the rank's device (or the CPU). It must be as large as the largest
  * cpattn_plan_workspace and cpattn_plan_all_to_all_workspace of the plans to run. Nothing else may use it until another one
  * is lent, it is taken back or the rank is destroyed; on a device these three wait for enqueued work. NULL and 0 bytes take
- * it back: the rank then allocates its own workspace, as it does without this call. */
+ * it back: the rank then allocates its own workspace, as it does without this call. An address and 0 bytes lend a workspace for
+ * plans that need none. CPATTN_INVALID: NULL with bytes. */
 int32_t cpattn_rank_lend_workspace(cpattn_rank *rank, void *workspace, size_t bytes);
 
 /* Which keys a run of attention reads, and where they lie. Members of other kinds are NULL and 0.
@@ -771,8 +849,8 @@ int32_t cpattn_rank_lend_workspace(cpattn_rank *rank, void *workspace, size_t by
  * forward. A token without keys gets o 0 and lse -inf, or the sinks' values. Rows of k and v that no token lists may hold anything,
  * and get gradients 0. k and v go to the ranks whose tokens may read them by the plan's mask, whatever is listed.
  * CPATTN_INVALID: a key outside the document or the mask of its token, named by token, head and entry.
- * CPATTN_UNSUPPORTED: a batch with slices, a reproducible plan, a device, a ring whose q circulates (plan with circulate_forward and
- * circulate CPATTN_CIRCULATE_KEYS). */
+ * CPATTN_UNSUPPORTED: a batch with slices, a reproducible plan, a device, a plan made with circulate_forward or circulate
+ * CPATTN_CIRCULATE_QUERIES. Where the plan may choose the side (CPATTN_CIRCULATE_AUTO), k and v circulate. entries may be 0. */
 #define CPATTN_KEYS_ALL 0
 #define CPATTN_KEYS_PAGES 1
 #define CPATTN_KEYS_LISTED 2
@@ -860,10 +938,11 @@ typedef struct cpattn_backward_args {
 /* Run a plan. All ranks of the group make the same calls with equal plans in the same order, each rank on its own thread or
  * process, and wait for each other.
  *
- * CPATTN_DISAGREEMENT: ranks differ. The first time that a plan runs in a direction, this is found before any data moves, and
- * the group stays usable. Later it is found with the first message between two ranks, and the group has failed; on a device
- * cpattn_rank_poll and the next run report it, and results that depend on the other rank are NaN. Later, a difference can also
- * be reported as CPATTN_PEER: with both sizes if a message had another size, or with both ranks if two other ranks differ.
+ * CPATTN_DISAGREEMENT: ranks differ. If the plan and direction are new to all ranks of the group, this is found before any data
+ * moves, and the group stays usable. If they are new to some ranks only, while the others repeat what all have run, every rank
+ * gets it at once, and the group has failed. If none is new, it is found with the first message between two ranks, and the group
+ * has failed; on a device cpattn_rank_poll and the next run report it, and results that depend on the other rank are NaN. Then
+ * it can also be reported as CPATTN_PEER: with both sizes if a message had another size, or with both ranks if two others differ.
  * CPATTN_INVALID: a tensor does not fit, or overlaps one that is written. The peers of a rank that is refused wait until
  * their deadline passes or the rank calls again.
  *
@@ -878,8 +957,8 @@ int32_t cpattn_backward(cpattn_rank *rank, const cpattn_plan *plan, const cpattn
  * q_begin + i keeps k token k_begin + j, and 0 if it drops it. Tokens are places in the whole batch; head is a q head of the
  * whole problem. probability is above 0.
  *
- * The rule: Philox 4x32-10 with the counter (q token, k token / 4, head, 0) and the key (seed's low 32 bits, its high ones); of the
- * four words that result, number k token mod 4 decides: below probability * 2^32 drops. */
+ * The rule is Philox 4x32-10. Its counter is (q token, k token / 4, head, 0), its key (the seed's low 32 bits, its high 32 bits). Of
+ * the four words that result, number (k token mod 4) decides: the pair is dropped if it is below probability * 2^32. */
 int32_t cpattn_dropout_mask(double probability, uint64_t seed, uint32_t q_begin, uint32_t q_count, uint32_t k_begin,
     uint32_t k_count, uint32_t head, uint8_t *kept);
 
@@ -1146,8 +1225,11 @@ int32_t cpattn_scratch_set_isa(cpattn_scratch *scratch, int32_t isa);
 
 /* On a device: enlarges the ring buffer to `calls` calls in flight (1 to 65536) whose metadata takes `bytes` in all. The
  * metadata of one call must fit into it; while it is full, a call waits for the oldest call in flight, and for nothing else.
- * cpattn_attend_metadata and cpattn_attend_backward_metadata return the bytes of a call; cpattn_finish takes at most 80 bytes
- * for each range and 8 for each row, cpattn_transform at most 4096, the others none. Enlarging waits for the calls in flight. */
+ *   cpattn_attend, cpattn_attend_backward   what cpattn_attend_metadata and cpattn_attend_backward_metadata return
+ *   cpattn_finish                           at most 80 bytes for each range and 8 for each row
+ *   cpattn_transform                        at most 4096
+ *   others                                  none
+ * Enlarging waits for the calls in flight. */
 int32_t cpattn_scratch_reserve_metadata(cpattn_scratch *scratch, uint64_t bytes, uint32_t calls);
 
 /* acc: f32, or f64 if q is f64. *: any number of rows, those that the ranges refer to. */

@@ -126,6 +126,8 @@ cpattn_message *keep_cpattn_message(void) { return 0; }
 cpattn_transport_table *keep_cpattn_transport_table(void) { return 0; }
 cpattn_engine_table *keep_cpattn_engine_table(void) { return 0; }
 cpattn_link *keep_cpattn_link(void) { return 0; }
+cpattn_kernel_call *keep_cpattn_kernel_call(void) { return 0; }
+cpattn_kernel_table *keep_cpattn_kernel_table(void) { return 0; }
 cpattn_rank_options *keep_cpattn_rank_options(void) { return 0; }
 cpattn_purpose *keep_cpattn_purpose(void) { return 0; }
 cpattn_keys *keep_cpattn_keys(void) { return 0; }

@@ -5,13 +5,17 @@
 //! different orders would wait for each other for ever. `poll` and `abort` are allowed at any time.
 
 use core::ffi::c_void;
-use std::{collections::VecDeque, sync::Mutex};
+use std::{
+    collections::VecDeque,
+    sync::{Mutex, atomic::Ordering::Relaxed},
+};
 
 use super::{
     combine::{COMBINE, combine_of},
     dlpack::device_of,
     handle::{self, Exclusive, Handle, HandleKind},
     input::{one_of, renamed, reserved, result, sized},
+    kernel_table::{TableKernel, cpattn_kernel_table},
     plan::{cpattn_plan, side},
     problem::DTYPES,
     status::Outcome,
@@ -37,6 +41,7 @@ pub struct cpattn_rank_options {
     pub sm_margin: u32,
     pub isa: i32,
     pub reserved: i32,
+    pub kernel: *const cpattn_kernel_table,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -116,6 +121,7 @@ pub unsafe extern "C" fn cpattn_rank_create(
     boundary!({
         let (out, given) = given!(result("rank", rank), handle::borrow(transport));
         let (mut n, mut at, mut free, mut isa) = (1, given.device().unwrap_or(Device::Cpu), 0, None);
+        let mut kernel = None;
         if !options.is_null() {
             let o = given!(sized("options", options));
             let wanted = device_of("options", o.device_type, o.device_id)?;
@@ -137,12 +143,28 @@ pub unsafe extern "C" fn cpattn_rank_create(
                 )
                 .into());
             }
+            if !o.kernel.is_null() {
+                if wanted != Device::Cpu {
+                    return Err(Error::unsupported(
+                        format!("options.kernel on {wanted}"),
+                        "a kernel of the caller's computes in host memory",
+                        "leave it NULL on a device, or use a rank on the CPU",
+                    )
+                    .into());
+                }
+                if o.workers > 1 {
+                    let expected = "1 with options.kernel, which has threads of its own";
+                    return Err(Error::invalid("options.workers", o.workers, expected).into());
+                }
+                kernel = Some(given!(TableKernel::new(o.kernel)));
+            }
             (n, at, free) = (workers("options.workers", o.workers)?, wanted, o.sm_margin);
         }
         if (at, isa) == (Device::Cpu, None) {
             Isa::chosen()?;
         }
-        let mut rank = rank_over(given, at, n)?;
+        let (kernel, owned) = kernel.unzip();
+        let mut rank = rank_over(given, at, n, kernel)?;
         rank.set_sm_margin(free).map_err(|error| renamed(error, "options.sm_margin"))?;
         if isa.is_some() {
             rank.set_isa(isa)?;
@@ -150,12 +172,24 @@ pub unsafe extern "C" fn cpattn_rank_create(
         let handle = rank.handle();
         // From here on the rank owns the transport. If an earlier step fails, the caller keeps it.
         drop(given!(handle::take(transport)));
+        if let Some(owned) = owned {
+            owned.store(true, Relaxed);
+        }
         out.write(handle::create(RankState { rank: Mutex::new(rank), untaken: Mutex::default(), handle }));
     })
 }
 
 /// Makes a rank over a transport, which is on its device or on any.
-fn rank_over(given: &Any, at: Device, workers: usize) -> Result<Rank> {
+fn rank_over(given: &Any, at: Device, workers: usize, kernel: Option<TableKernel>) -> Result<Rank> {
+    if let Some(kernel) = kernel {
+        return Ok(match given.clone() {
+            Any::Host(end) => Rank::with_kernel(end, kernel),
+            Any::Table(end) => Rank::with_kernel(end, kernel),
+            Any::Engine(end) => Rank::with_kernel(end, kernel),
+            #[cfg(feature = "cuda")]
+            Any::Device(_) => unreachable!("refused before"),
+        });
+    }
     Ok(match (given.clone(), at) {
         #[cfg(feature = "cuda")]
         (Any::Table(end), Device::Cuda(ordinal)) => {

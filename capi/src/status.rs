@@ -72,7 +72,7 @@ pub(super) fn status_of(error: &Error) -> i32 {
         }
         Error::Peer { .. } => CPATTN_PEER,
         Error::Schedule { .. } => CPATTN_SCHEDULE,
-        Error::Device { .. } => CPATTN_DEVICE,
+        Error::Device { .. } | Error::Kernel { .. } => CPATTN_DEVICE,
         // A new kind without a status here is a defect.
         _ => CPATTN_PANIC,
     }

@@ -12,7 +12,7 @@ mod library;
 use std::{
     env, fs,
     process::{Command, Stdio},
-    ptr::null_mut,
+    ptr::{null, null_mut},
     sync::OnceLock,
 };
 
@@ -186,6 +186,7 @@ fn ranks_leave_multiprocessors_free_while_they_live() {
             sm_margin,
             isa: 0,
             reserved: 0,
+            kernel: null(),
         };
         let (mut transport, mut rank) = (null_mut(), null_mut());
         // SAFETY: arrays of one entry, handles that were made just before, a struct of its own size.

@@ -237,7 +237,9 @@ fn the_c_compiler_lays_structs_out_alike() {
     cpattn_transport_table: struct_size, context, rank, world, agree, exchange, poll, abort, release;
     cpattn_engine_table: struct_size, context, rank, world, open, connect, post, wait, close, put, get, wait_for, release;
     cpattn_link: from, to, latency, bytes_per_second;
-    cpattn_rank_options: struct_size, workers, device_type, device_id, sm_margin, isa, reserved;
+    cpattn_kernel_call: struct_size, cu_seqlens_q, cu_seqlens_k, sequences, heads, kv_heads, head_dim, value_dim, dtype, window_left, window_right, scale, softcap, alibi_slopes, corners, q, k, v, o, lse, d_o, delta, dq, dk, dv;
+    cpattn_kernel_table: struct_size, context, name, dtypes, head_dim, honours, reserved, forward, backward, release;
+    cpattn_rank_options: struct_size, workers, device_type, device_id, sm_margin, isa, reserved, kernel;
     cpattn_purpose: struct_size, side, dim, dtype, to;
     cpattn_keys: struct_size, kind, reserved, block_table, documents, pages_per_document, page_size, page_stride, key_indices, tokens, heads, entries;
     cpattn_forward_args: struct_size, q, k, v, sinks, o, lse, stream, max_logit, dropout_seed, keys, lse_base, reserved;

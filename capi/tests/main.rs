@@ -94,6 +94,12 @@ fn the_main_job_on_eight_threads() {
 }
 
 #[test]
+fn kernels_written_in_c() {
+    let text = run(&mut Command::new(compile("examples/c/own_kernels.c", "c99")));
+    assert!(text.contains("failed: rank 1, attend"), "{text}");
+}
+
+#[test]
 fn a_transport_written_in_cpp() {
     run(&mut Command::new(compile("examples/c/own_transport.cpp", "c++17")));
 }

@@ -1,5 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-// From q·k to the exponent: softcap, ALiBi, mask.
+// From q·k to the exponent: softcap, ALiBi, mask; and the exponent of scores of any size.
+//
+// A row's exponents are `fmaf(x, scale, -base)`, whose product has all its digits, while the base, a row's largest such product or
+// its lse, is rounded. What the base lost is a factor of all of a row's probabilities. It is at most 2^0.5 up to
+// |base| = 2^24, but 2^128 from 2^31 on. Rows beyond 2^24 are large, and warps that have one take instructions of their own; those
+// of other rows are then bit for bit what they are elsewhere.
 //
 // All of it works on accumulator fragments in place: own rows are `own_first + 8 r` of their run, for the thread's r-th row,
 // and columns are rows of the partner from `first` on. Every branch here is uniform over the block.
@@ -7,6 +12,45 @@
 #include "mma.cuh"
 #include "ranges.cuh"
 #include "tile.cuh"
+
+// The size of a base from which on it has no digits below 1.
+constexpr float LARGE = 16777216.0f;
+
+__device__ __forceinline__ bool is_large(float base) { return fabsf(base) > LARGE; }
+
+// The exponent of a score in a warp with a large row: of such a row the product is rounded as the base was, so that the largest
+// score has exponent 0, and no score a larger one.
+struct Exponents {
+    float scale, fused, apart;
+    __device__ __forceinline__ Exponents(float scale, float base)
+        : scale(scale), fused(is_large(base) ? 0.0f : base), apart(is_large(base) ? base : 0.0f) {}
+    __device__ __forceinline__ float of(float x) const { return __fsub_rn(fmaf(x, scale, -fused), apart); }
+};
+
+// p of a backward, whose base is lse: it was rounded more than once. In a large row, what exceeds it but for these digits is taken
+// for its one largest score. With MAY_BE_LARGE false, no row is large.
+template <bool MAY_BE_LARGE>
+__device__ __forceinline__ float probability(float x, float scale, float base) {
+    const float exponent = fmaf(x, scale, -base);
+    if (!MAY_BE_LARGE) return exp2_fast(exponent);
+    return is_large(base) && fmaf(fabsf(base), 0x1p-21f, exponent) > 0.0f ? 1.0f : exp2_fast(exponent);
+}
+
+// Whether any of COUNT bases in shared memory is large: one answer for the warp. Infinity is the base of rows without keys.
+template <int COUNT, class Base>
+__device__ __forceinline__ bool any_large(u32 from, const Base& base_of) {
+    bool found = false;
+#pragma unroll
+    for (int i = 0; i < COUNT; i += 32) {
+        const float base = base_of(load_shared(from + (i + (fresh_thread() & (COUNT < 32 ? COUNT - 1 : 31))) * 4));
+        found |= is_large(base) && fabsf(base) != -minus_infinity();
+    }
+    return __any_sync(~0u, found);
+}
+template <int COUNT>
+__device__ __forceinline__ bool any_large(u32 from) {
+    return any_large<COUNT>(from, [](float base) { return base; });
+}
 
 // Scores in base-2 units: softcap, else the plain scale. With FACTOR, multiplies `grad` by the softcap's slope.
 template <bool FACTOR, int MT, int NT>

@@ -111,6 +111,24 @@ __device__ __forceinline__ void shape_gradients(float (&s)[MT][NT][4], float (&g
     }
 }
 
+// p and ds of columns that are q rows; their bases are what `base_of` makes of the words at `stats`.
+template <bool MAY_BE_LARGE, int MT, int NT, class Base>
+__device__ __forceinline__ void columns_gradients(float (&s)[MT][NT][4], float (&g)[MT][NT][4], float scale, u32 stats,
+                                                  const Base& base_of) {
+#pragma unroll
+    for (int n = 0; n < NT; ++n) {
+        const float2 words = load_shared_pair(stats + (n * 8 + 2 * (fresh_thread() & 3)) * 4);
+        const float2 base = make_float2(base_of(words.x), base_of(words.y));
+#pragma unroll
+        for (int m = 0; m < MT; ++m)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                s[m][n][i] = probability<MAY_BE_LARGE>(s[m][n][i], scale, i & 1 ? base.y : base.x);
+                g[m][n][i] *= s[m][n][i];
+            }
+    }
+}
+
 // With DROPPED, do·v of dropped pairs counts nothing, and that of the others more.
 template <class T, class Shape, class Params = BackwardParams, bool DROPPED = false>
 struct BackwardQueries {
@@ -126,6 +144,20 @@ struct BackwardQueries {
     static __device__ __forceinline__ void load_keys(const BackwardParams& p, u32 to, volatile const Step& step) {
         load_tile<BN, D, THREADS>(to, step.a, (int)p.k.token, (int)step.rows, (int)p.heads.dim);
         load_tile<BN, DV, THREADS>(to + BN * D * 2, step.b, (int)p.v.token, (int)step.rows, (int)p.heads.value);
+    }
+
+    // ds, in the place of the scores; `bases` is where the lane's first row has its base of exponents.
+    template <bool MAY_BE_LARGE>
+    static __device__ __forceinline__ void gradients(float (&s)[MT][NT][4], const float (&g)[MT][NT][4], float scale, u32 bases) {
+#pragma unroll
+        for (int r = 0; r < 2 * MT; ++r) {
+            const float base = load_shared(bases + r * 32);
+#pragma unroll
+            for (int n = 0; n < NT; ++n)
+#pragma unroll
+                for (int i = r % 2 * 2; i < r % 2 * 2 + 2; ++i)
+                    s[r / 2][n][i] = probability<MAY_BE_LARGE>(s[r / 2][n][i], scale, base) * g[r / 2][n][i];
+        }
     }
 
     static __device__ __forceinline__ void tile(const Params& p, volatile Control& control, u32 sq, u32 item) {
@@ -187,15 +219,10 @@ struct BackwardQueries {
             const Pair pair = p.partners[step.pair];
             shape_gradients(s, g, p.score, p.alibi_slopes, own.head, p.queries[own.run], own.first + row, p.keys[pair.run],
                             p.bands[pair.band], step.first, step.full);
-#pragma unroll
-            for (int r = 0; r < 2 * MT; ++r) {
-                const float base = load_shared(stats + (row + r * 8) * 4);
-#pragma unroll
-                for (int n = 0; n < NT; ++n)
-#pragma unroll
-                    for (int i = r % 2 * 2; i < r % 2 * 2 + 2; ++i)
-                        s[r / 2][n][i] = exp2_fast(s[r / 2][n][i] * p.score.exp_scale - base) * g[r / 2][n][i];
-            }
+            if (any_large<16 * MT>(stats + warp_row() * 4))
+                gradients<true>(s, g, p.score.exp_scale, stats + row * 4);
+            else
+                gradients<false>(s, g, p.score.exp_scale, stats + row * 4);
             multiply_columns<T, MT, NT, D>(dq, s, walk_b_transposed<D>(sk), 0);
             __syncthreads();
         }
@@ -276,6 +303,7 @@ struct BackwardKeys {
             __syncwarp();
 
             const u32 sq = sqs + stage, sdo = sq + BM * D * 2, stats = sqs + stage + STAGE_TILES;
+            const bool has_large = any_large<BM>(stats);
 #pragma unroll 1
             for (int sub = 0; sub < BM; sub += SUB) {
                 u32 kept[2 * MT];
@@ -309,17 +337,11 @@ struct BackwardKeys {
                 shape_gradients(s, g, p.score, p.alibi_slopes, step.head, p.keys[own.run],
                                 own.first + warp_row() + (fresh_thread() & 31) / 4, p.queries[pair.run], p.bands[pair.band],
                                 step.first + sub, step.full);
-#pragma unroll
-                for (int n = 0; n < NT; ++n) {
-                    const float2 base = load_shared_pair(stats + (sub + n * 8 + 2 * (fresh_thread() & 3)) * 4);
-#pragma unroll
-                    for (int m = 0; m < MT; ++m)
-#pragma unroll
-                        for (int i = 0; i < 4; ++i) {
-                            s[m][n][i] = exp2_fast(s[m][n][i] * p.score.exp_scale - (i & 1 ? base.y : base.x));
-                            g[m][n][i] *= s[m][n][i];
-                        }
-                }
+                const auto base_of = [](float base) { return base; };
+                if (has_large)
+                    columns_gradients<true>(s, g, p.score.exp_scale, stats + sub * 4, base_of);
+                else
+                    columns_gradients<false>(s, g, p.score.exp_scale, stats + sub * 4, base_of);
                 if constexpr (DROPPED && (WHAT & DV_) != 0) drop(s, kept, 1.0f);
                 if constexpr ((WHAT & DV_) != 0)
                     multiply_columns<T, MT, NT, DV>(dv, s, walk_b_transposed<DV>(sdo + sub * DV * 2), 0);

@@ -26,12 +26,12 @@ struct DroppedQueriesShape : Dims<S> {
     static constexpr int SHARED = TILES + 2 * BM * 4;
 };
 
-// BN keys by BM q rows, all of them in registers.
+// BN keys by BM q rows, all of them in registers. At head dim 64 three blocks fit where registers are bounded for them.
 template <int S>
 struct DroppedKeysShape : Dims<S> {
     using Dims<S>::D;
     using Dims<S>::DV;
-    static constexpr int BN = 64, BM = 32, SUB = BM, WARPS = 4, STAGES = 2, BLOCKS = 2, THREADS = WARPS * 32, BATCH = 16;
+    static constexpr int BN = 64, BM = 32, SUB = BM, WARPS = 4, STAGES = 2, BLOCKS = S == 64 ? 3 : 2, THREADS = WARPS * 32, BATCH = 16;
     static constexpr int STAGE_TILES = 2 * BM * (D + DV), STAGE = STAGE_TILES + 2 * BM * 4;
     static constexpr int SHARED = 2 * BN * (D + DV) + STAGES * STAGE;
 };

@@ -137,6 +137,7 @@ struct Forward {
     // Turns scores into probabilities, and rescales what was summed before.
     static __device__ __forceinline__ void softmax(float (&s)[MT][NT][4], float (&out)[MT][DV / 8][4],
                                                    Rows& row_max, Rows& row_sum, float scale) {
+        bool large = false;
 #pragma unroll
         for (int m = 0; m < MT; ++m)
 #pragma unroll
@@ -151,25 +152,41 @@ struct Forward {
                 const float before = row_max.get(r);
                 largest = fmaxf(before, largest * scale);
                 row_max.set(r, largest);
-                // A row that met nothing yet: any finite base keeps exp2(-inf) = 0 from becoming NaN.
-                const float base = largest == minus_infinity() ? 0.0f : largest;
-                const float rescale = exp2_fast(before - base);
-                float total = row_sum.get(r) * rescale;
-#pragma unroll
-                for (int n = 0; n < NT; ++n)
-#pragma unroll
-                    for (int e = 0; e < 2; ++e) {
-                        float& x = s[m][n][2 * h + e];
-                        x = exp2_fast(x * scale - base);
-                        total += x;
-                    }
-                row_sum.set(r, total);
+                const float rescale = exp2_fast(before - base_of(largest));
+                row_sum.set(r, row_sum.get(r) * rescale);
 #pragma unroll
                 for (int n = 0; n < DV / 8; ++n) {
                     out[m][n][2 * h] *= rescale;
                     out[m][n][2 * h + 1] *= rescale;
                 }
+                large |= is_large(base_of(largest));
             }
+        if (__any_sync(~0u, large))
+            exponentials<true>(s, row_max, row_sum, scale);
+        else
+            exponentials<false>(s, row_max, row_sum, scale);
+    }
+
+    // A row that met nothing yet: any finite base keeps exp2(-inf) = 0 from becoming NaN.
+    static __device__ __forceinline__ float base_of(float largest) { return largest == minus_infinity() ? 0.0f : largest; }
+
+    template <bool MAY_BE_LARGE>
+    static __device__ __forceinline__ void exponentials(float (&s)[MT][NT][4], const Rows& row_max, Rows& row_sum, float scale) {
+#pragma unroll
+        for (int r = 0; r < 2 * MT; ++r) {
+            const float base = base_of(row_max.get(r));
+            const Exponents exponents(scale, base);
+            float total = row_sum.get(r);
+#pragma unroll
+            for (int n = 0; n < NT; ++n)
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    float& x = s[r / 2][n][r % 2 * 2 + e];
+                    x = exp2_fast(MAY_BE_LARGE ? exponents.of(x) : fmaf(x, scale, -base));
+                    total += x;
+                }
+            row_sum.set(r, total);
+        }
     }
 
     static __device__ __forceinline__ void epilogue(const Params& p, volatile const Own& own, volatile const LogSumExp& sinks, u32 sq,

@@ -186,18 +186,11 @@ struct BackwardFused {
         if (!(step.flags & DQ_FULL))
             mask_gradients(s, g, band, key, control.own.first + row, (int)control.own.rows - (int)row, query,
                            step.first + sub);
-#pragma unroll
-        for (int n = 0; n < NT; ++n) {
-            const float2 lse = load_shared_pair(stats + (sub + n * 8 + 2 * (fresh_thread() & 3)) * 4);
-            const float2 base = make_float2(exponent_base(lse.x), exponent_base(lse.y));
-#pragma unroll
-            for (int m = 0; m < MT; ++m)
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    s[m][n][i] = exp2_fast(s[m][n][i] * p.call.score.exp_scale - (i & 1 ? base.y : base.x));
-                    g[m][n][i] *= s[m][n][i];
-                }
-        }
+        const auto base_of = [](float lse) { return exponent_base(lse); };
+        if (any_large<SUB>(stats + sub * 4, base_of))
+            columns_gradients<true>(s, g, p.call.score.exp_scale, stats + sub * 4, base_of);
+        else
+            columns_gradients<false>(s, g, p.call.score.exp_scale, stats + sub * 4, base_of);
     }
 
     // Rounds to a tile of BN keys by BM q rows.

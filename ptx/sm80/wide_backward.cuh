@@ -138,13 +138,16 @@ struct WideQueries : WideTile<T, Shape> {
                 }
             }
             Tile::shape(s, g, p, own.head, p.queries, p.keys, own, step);
+            const bool large = any_large<16>(stats + warp_half() * 16 * 4);
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 const float base = load_shared(stats + (Tile::row() + r * 8) * 4);
 #pragma unroll
                 for (int n = 0; n < 2; ++n)
 #pragma unroll
-                    for (int i = r * 2; i < r * 2 + 2; ++i) s[0][n][i] = exp2_fast(s[0][n][i] * p.score.exp_scale - base) * g[0][n][i];
+                    for (int i = r * 2; i < r * 2 + 2; ++i)
+                        s[0][n][i] = (large ? probability<true>(s[0][n][i], p.score.exp_scale, base)
+                                            : probability<false>(s[0][n][i], p.score.exp_scale, base)) * g[0][n][i];
             }
             store_square<T, 1>(sds, s);
             Tile::add(dq, sds, chunks, control, p.k, p.v, p.heads, p.heads.dim);
@@ -206,15 +209,12 @@ struct WideKeys : WideTile<T, Shape> {
                 for (int i = 0; i < 4; ++i) g[0][n][i] -= i & 1 ? delta.y : delta.x;
             }
             Tile::shape(s, g, p, step.head, p.keys, p.queries, own, step);
-#pragma unroll
-            for (int n = 0; n < 2; ++n) {
-                const float2 base = load_shared_pair(stats + (Tile::column() + n * 8) * 4);
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    s[0][n][i] = exp2_fast(s[0][n][i] * p.score.exp_scale - (i & 1 ? base.y : base.x));
-                    g[0][n][i] *= s[0][n][i];
-                }
-            }
+            const u32 bases = stats + warp_part() * 16 * 4;
+            const auto base_of = [](float base) { return base; };
+            if (any_large<16>(bases))
+                columns_gradients<true>(s, g, p.score.exp_scale, bases, base_of);
+            else
+                columns_gradients<false>(s, g, p.score.exp_scale, bases, base_of);
             if constexpr (DROPPED) drop(s, kept, 1.0f);
             store_square<T, 1>(sp, s);
             store_square<T, 1>(sds, g);

@@ -123,6 +123,8 @@ struct WideForward {
             if ((threadIdx.x & 3) == 0) store_shared(stats + (row_of(r) * PARTS + warp_part()) * 4, largest);
         }
         __syncthreads();
+        float base[ROWS];
+        bool large = false;
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
             const uint4 of = load_shared_16(stats + row_of(r) * PARTS * 4);
@@ -130,16 +132,22 @@ struct WideForward {
             // Kept in base-2 units, as it is rounded here: what was summed before was summed with that very number.
             largest = fmaxf(row_max[r], largest * scale);
             // A row that met nothing yet: any finite base keeps exp2(-inf) = 0 from becoming NaN.
-            const float base = largest == minus_infinity() ? 0.0f : largest;
-            rescale[r] = exp2_fast(row_max[r] - base);
+            base[r] = largest == minus_infinity() ? 0.0f : largest;
+            rescale[r] = exp2_fast(row_max[r] - base[r]);
             row_max[r] = largest;
+            large |= is_large(base[r]);
+        }
+        large = __any_sync(~0u, large);
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) {
+            const Exponents exponents(scale, base[r]);
             float total = row_sum[r] * rescale[r];
 #pragma unroll
             for (int n = 0; n < 2; ++n)
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
                     float& x = s[r / 2][n][r % 2 * 2 + e];
-                    x = exp2_fast(x * scale - base);
+                    x = exp2_fast(large ? exponents.of(x) : fmaf(x, scale, -base[r]));
                     total += x;
                 }
             row_sum[r] = total;

@@ -56,8 +56,9 @@ struct HopperBackwardBlock {
         u32 number;   // of the tile of keys, plus one
         u32 flags;
     };
-    // No mask, softcap or slope; the last one of its item; all rows and columns of dq are there; dq holds something already.
-    enum : u32 { PLAIN = 1, LAST = 2, WHOLE = 4, ADD = 8 };
+    // No mask, softcap, slope or large row (`score.cuh`); the last one of its item; all rows and columns of dq are there; dq holds
+    // something already; a q row is large.
+    enum : u32 { PLAIN = 1, LAST = 2, WHOLE = 4, ADD = 8, HAS_LARGE = 16 };
 
     struct Control {
         u64 kv_full, kv_empty;
@@ -226,13 +227,16 @@ struct HopperBackwardLoad {
         const BackwardParams& call = p.call.call;
         const u32 lane = threadIdx.x, stage = position.stage(), free = position.parity() ^ 1;
         const float2 low = stats(call, step, lane), high = stats(call, step, lane + 32);
+        const auto finite = [](float base) { return base != -minus_infinity(); };
+        const bool has_large = __any_sync(~0u, (is_large(low.x) && finite(low.x)) || (is_large(high.x) && finite(high.x)));
         barrier_wait(at.q_empty(stage), free);
         volatile Stage& to = control.stages[stage];
         if (lane == 0) {
             load_queries<D>(at.q(stage), maps.q, maps.shared_q, p.q_span, call, step, at.q_full(stage));
             to.number = control.round.number;
-            to.flags = (step.flags & DQ_FULL && !(call.score.flags & SCORE_GENERAL) ? Block::PLAIN : 0) | (is_last ? Block::LAST : 0) |
-                       (step.rows == BM && call.heads.dim == D ? Block::WHOLE : 0) | (step.flags & DQ_ADD ? Block::ADD : 0);
+            to.flags = (step.flags & DQ_FULL && !(call.score.flags & SCORE_GENERAL) && !has_large ? Block::PLAIN : 0) | (is_last ? Block::LAST : 0) |
+                       (step.rows == BM && call.heads.dim == D ? Block::WHOLE : 0) | (step.flags & DQ_ADD ? Block::ADD : 0) |
+                       (has_large ? Block::HAS_LARGE : 0);
         }
         if (lane < sizeof(DqStep) / 4) ((volatile u32*)&to.step)[lane] = ((volatile const u32*)&step)[lane];
         volatile float* const stats = control.stats[stage];

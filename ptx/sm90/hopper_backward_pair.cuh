@@ -105,8 +105,13 @@ struct HopperBackwardPair : HopperBackwardSteps<T, Shape> {
     static __device__ __forceinline__ void weigh(Weights& weights, Scores& s, const BackwardParams& p, const Shared& at,
                                                  volatile const Stage& here, volatile const Item& item, u32 flags, u32 stats,
                                                  u32 own_ds) {
-        if (!(flags & Block::PLAIN)) Steps::shape_wide(s, p, item, here.step, 0, own_ds);
-        Steps::probabilities(s, p, stats + (Steps::lane() & 3) * 8);
+        const u32 bases = stats + (Steps::lane() & 3) * 8;
+        if (flags & Block::PLAIN) {
+            Steps::template probabilities<false>(s, p, bases);
+        } else {
+            Steps::shape_wide(s, p, item, here.step, 0, own_ds);
+            Steps::probabilities(s, p, bases, flags);
+        }
         Steps::round(weights, s);
 #pragma unroll
         for (int i = 0; i < BM / 16; ++i) store_shared_words(weights_at(at, i), weights[i]);

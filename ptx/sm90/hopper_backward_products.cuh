@@ -146,12 +146,21 @@ struct HopperBackwardProducts {
     };
 
     // p, from scores. `stats` is where the lane's bases of exponents lie.
+    static __device__ __forceinline__ void probabilities(Scores& s, const BackwardParams& p, u32 stats, u32 flags) {
+        if (flags & Block::HAS_LARGE)
+            probabilities<true>(s, p, stats);
+        else
+            probabilities<false>(s, p, stats);
+    }
+
+    template <bool MAY_BE_LARGE>
     static __device__ __forceinline__ void probabilities(Scores& s, const BackwardParams& p, u32 stats) {
 #pragma unroll
         for (int n = 0; n < NT; ++n) {
             const float2 base = load_shared_pair(stats + n * 32);
 #pragma unroll
-            for (int i = 0; i < 4; ++i) s[0][n][i] = exp2_fast(s[0][n][i] * p.score.exp_scale - (i & 1 ? base.y : base.x));
+            for (int i = 0; i < 4; ++i)
+                s[0][n][i] = probability<MAY_BE_LARGE>(s[0][n][i], p.score.exp_scale, i & 1 ? base.y : base.x);
         }
     }
 

@@ -132,15 +132,16 @@ struct HopperBackwardSteps : HopperBackwardProducts<T, Shape> {
         const u32 flags = here.flags;
         if (flags & Block::PLAIN) {
             product_wait<1>();
+            hold(s);
+            Products::template probabilities<false>(s, p, stats + of.pair);
         } else {
             product_wait<0>();
             hold(s);
             hold(g);
             Products::shape(s, g, p, item, here.step, stats, group);
             delta = at.zeros();
+            probabilities(s, p, stats + of.pair, flags);
         }
-        hold(s);
-        probabilities(s, p, stats + of.pair);
         Weights weights;
         round(weights, s);
         hold(dv);
@@ -277,8 +278,12 @@ struct HopperBackwardSteps : HopperBackwardProducts<T, Shape> {
         u32 delta = stats + BM * 4;
         product_wait<0>();
         hold(s);
-        if (!(flags & Block::PLAIN)) shape_wide(s, p, item, here.step, group, own_ds);
-        probabilities(s, p, stats + of.pair);
+        if (flags & Block::PLAIN) {
+            Products::template probabilities<false>(s, p, stats + of.pair);
+        } else {
+            shape_wide(s, p, item, here.step, group, own_ds);
+            probabilities(s, p, stats + of.pair, flags);
+        }
         Weights weights;
         round(weights, s);
         // Its product goes first, so that its registers are free for those of dp^T.

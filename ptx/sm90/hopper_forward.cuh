@@ -127,6 +127,7 @@ struct HopperForward {
     // Turns scores into probabilities, and says by how much what was summed before shrinks.
     static __device__ __forceinline__ void softmax(Scores& s, float (&row_max)[2], float (&row_sum)[2], float (&rescale)[2],
                                                    float scale) {
+        float base[2];
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             float largest = minus_infinity();
@@ -137,19 +138,35 @@ struct HopperForward {
             // Kept in base-2 units, as it is rounded here: what was summed before was summed with that very number.
             largest = fmaxf(row_max[h], largest * scale);
             // A row that met nothing yet: any finite base keeps exp2(-inf) = 0 from becoming NaN.
-            const float base = largest == minus_infinity() ? 0.0f : largest;
-            rescale[h] = exp2_fast(row_max[h] - base);
+            base[h] = largest == minus_infinity() ? 0.0f : largest;
+            rescale[h] = exp2_fast(row_max[h] - base[h]);
             row_max[h] = largest;
-            float total = row_sum[h] * rescale[h];
+        }
+        if (__any_sync(~0u, is_large(base[0]) || is_large(base[1]))) {
 #pragma unroll
-            for (int n = 0; n < NT; ++n)
+            for (int h = 0; h < 2; ++h) {
+                const Exponents exponents(scale, base[h]);
+                float total = row_sum[h] * rescale[h];
 #pragma unroll
-                for (int e = 0; e < 2; ++e) {
-                    float& x = s[0][n][2 * h + e];
-                    x = exp2_fast(x * scale - base);
+                for (int i = 0; i < 2 * NT; ++i) {
+                    float& x = s[0][i / 2][2 * h + i % 2];
+                    x = exp2_fast(exponents.of(x));
                     total += x;
                 }
-            row_sum[h] = total;
+                row_sum[h] = total;
+            }
+        } else {
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                float total = row_sum[h] * rescale[h];
+#pragma unroll
+                for (int i = 0; i < 2 * NT; ++i) {
+                    float& x = s[0][i / 2][2 * h + i % 2];
+                    x = exp2_fast(fmaf(x, scale, -base[h]));
+                    total += x;
+                }
+                row_sum[h] = total;
+            }
         }
     }
 

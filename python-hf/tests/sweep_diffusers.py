@@ -3,7 +3,7 @@
 
     python3 python-hf/tests/sweep_diffusers.py [--worlds 2 3 5]
 
-It prints the distances of each case of diffusion.py, the largest of each class, which is the table of docs/diffusers.md, and the classes that
+It prints the distances of each case of diffusion_cases.py, the largest of each class, which is the table of docs/diffusers.md, and the classes that
 are refused. It ends with 1 if a class with a `_cp_plan` has no case, or one is further apart than the tests allow.
 """
 
@@ -16,7 +16,7 @@ from collections import defaultdict
 from typing import Any
 
 import diffusers
-import diffusion
+import diffusion_cases
 import processes
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from cpattn import Unsupported
 from cpattn_hf.diffusers import ContextParallel
 from cpattn_hf.diffusers.plans import MODELS, plan_of
 from diffusers.models import transformers
-from diffusion import BOUND, GRADIENT_BOUND
+from diffusion_cases import BOUND, GRADIENT_BOUND
 from test_diffusers import distance_of, gradients
 
 diffusers.utils.logging.set_verbosity_error()
@@ -37,16 +37,16 @@ def meshes(world: int) -> list[dict[str, int]]:
 
 def _compare(rank: int, world: int) -> list[tuple[str, str, str, float, float]]:
     found = []
-    for case in diffusion.CASES:
-        model, inputs = diffusion.build(case)
+    for case in diffusion_cases.CASES:
+        model, inputs = diffusion_cases.build(case)
         with torch.no_grad():
-            expected = diffusion.results(model(**inputs))
+            expected = diffusion_cases.results(model(**inputs))
         exact = gradients(model, inputs)
         for mesh in meshes(world):
-            model, inputs = diffusion.build(case)
+            model, inputs = diffusion_cases.build(case)
             cp = ContextParallel(model, timeout=100, gradients="sum", **mesh)
             with torch.no_grad():
-                results = diffusion.apart(diffusion.results(model(**inputs)), expected)
+                results = diffusion_cases.apart(diffusion_cases.results(model(**inputs)), expected)
             sums = gradients(model, inputs)
             for one in sums:
                 dist.all_reduce(one)

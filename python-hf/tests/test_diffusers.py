@@ -18,12 +18,12 @@ try:
 except ImportError:
     raise unittest.SkipTest("diffusers is not installed") from None
 
-import diffusion
+import diffusion_cases
 import processes
 import programs
 from cpattn import Unsupported
 from cpattn_hf.diffusers import ContextParallel
-from diffusion import BOUND, GRADIENT_BOUND
+from diffusion_cases import BOUND, GRADIENT_BOUND
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -40,17 +40,17 @@ def _alike(rank: int, world: int, file: str, cases: list[str]) -> list[str]:
     expected, wrong = torch.load(file), []
     for number, case in enumerate(cases):
         for mesh in MESHES[world] if processes.LONG else MESHES[world][number % len(MESHES[world]) :][:1]:
-            model, inputs = diffusion.build(case)
+            model, inputs = diffusion_cases.build(case)
             with torch.no_grad():
                 cp = ContextParallel(model, timeout=60, **mesh)
-                found = diffusion.results(model(**inputs))
-                distance = diffusion.apart(found, expected[case])
+                found = diffusion_cases.results(model(**inputs))
+                distance = diffusion_cases.apart(found, expected[case])
                 if rank == 0 and SHOW:
                     print(f"results {case} on {world}, {mesh}: {distance:.1e}", flush=True)
                 if not distance <= BOUND:
                     wrong.append(f"{case} on {world} ranks, {mesh}: {distance:.1e}")
                 cp.close()
-                if not all(map(torch.equal, diffusion.results(model(**inputs)), expected[case])):
+                if not all(map(torch.equal, diffusion_cases.results(model(**inputs)), expected[case])):
                     wrong.append(f"{case} is another model after close")
     return wrong
 
@@ -58,9 +58,9 @@ def _alike(rank: int, world: int, file: str, cases: list[str]) -> list[str]:
 def alone(cases: list[str]) -> dict[str, list[torch.Tensor]]:
     found = {}
     for case in cases:
-        model, inputs = diffusion.build(case)
+        model, inputs = diffusion_cases.build(case)
         with torch.no_grad():
-            found[case] = diffusion.results(model(**inputs))
+            found[case] = diffusion_cases.results(model(**inputs))
     return found
 
 
@@ -68,7 +68,7 @@ def gradients(model: Any, inputs: Any) -> list[torch.Tensor]:
     """Of all parameters that have one, and of hidden_states, for a loss of all results."""
     torch.manual_seed(11)
     inputs = {**inputs, "hidden_states": inputs["hidden_states"].clone().requires_grad_()}
-    found = diffusion.results(model(**inputs))
+    found = diffusion_cases.results(model(**inputs))
     torch.stack([(one * torch.randn(one.shape)).mean() for one in found]).sum().backward()
     every = [*(one for one in model.parameters() if one.requires_grad), inputs["hidden_states"]]
     return [torch.zeros_like(one) if one.grad is None else one.grad for one in every]
@@ -84,7 +84,7 @@ def _gradients(rank: int, world: int, file: str, cases: list[str]) -> list[str]:
     """Every case, with its gradients summed or as DDP averages them. Returns the errors."""
     expected, wrong = torch.load(file), []
     for number, case in enumerate(cases):
-        model, inputs = diffusion.build(case)
+        model, inputs = diffusion_cases.build(case)
         cp = ContextParallel(model, timeout=60, gradients=("mean", "sum")[number % 2])
         if number % 3 == 1:
             model.enable_gradient_checkpointing()
@@ -113,7 +113,7 @@ def add_lora(model: Any) -> None:
 
 def adapted() -> tuple[Any, Any]:
     """With LoRA, whose parameters alone are trained."""
-    model, inputs = diffusion.build("Flux")
+    model, inputs = diffusion_cases.build("Flux")
     add_lora(model)
     return model, inputs
 
@@ -129,8 +129,8 @@ def _wrapped(rank: int, world: int) -> list[str]:
 
     mesh = init_device_mesh("cpu", (world,))
     for case, first in (("Flux", True), ("Wan", False), ("Wan", True)):
-        expected = gradients(*diffusion.build(case))
-        model, inputs = diffusion.build(case)
+        expected = gradients(*diffusion_cases.build(case))
+        model, inputs = diffusion_cases.build(case)
         cp = ContextParallel(model, timeout=60) if first else None
         for block in [module for name, module in model.named_modules() if name.rpartition(".")[0].endswith("blocks")]:
             fully_shard(block, mesh=mesh)
@@ -149,7 +149,7 @@ def _wrapped(rank: int, world: int) -> list[str]:
             dist.all_reduce(one)
         check("LoRA", distance_of(found, expected), GRADIENT_BOUND)
         cp.close()
-        model, inputs = diffusion.build("Flux")
+        model, inputs = diffusion_cases.build("Flux")
         cp = ContextParallel(model, timeout=60)
         add_lora(model)
         try:
@@ -160,30 +160,30 @@ def _wrapped(rank: int, world: int) -> list[str]:
         else:
             wrong.append("a module that is replaced afterwards is not refused")
         cp.close()
-    model, inputs = diffusion.build("Flux")
+    model, inputs = diffusion_cases.build("Flux")
     with torch.no_grad():
-        expected = diffusion.results(model(**inputs))
+        expected = diffusion_cases.results(model(**inputs))
         cp = ContextParallel(model, timeout=60)
         whole = torch.compile(model, backend="aot_eager", dynamic=False)
-        check("compiled", diffusion.apart(diffusion.results(whole(**inputs)), expected), BOUND)
+        check("compiled", diffusion_cases.apart(diffusion_cases.results(whole(**inputs)), expected), BOUND)
         model.compile_repeated_blocks(backend="aot_eager", dynamic=False)
-        check("compiled blocks", diffusion.apart(diffusion.results(model(**inputs)), expected), BOUND)
+        check("compiled blocks", diffusion_cases.apart(diffusion_cases.results(model(**inputs)), expected), BOUND)
         cp.close()
-        model, inputs = diffusion.build("Flux")
+        model, inputs = diffusion_cases.build("Flux")
         cp = ContextParallel(model, timeout=60, plan=diffusers.FluxTransformer2DModel._cp_plan)
-        check("a plan that is given", diffusion.apart(diffusion.results(model(**inputs)), expected), BOUND)
+        check("a plan that is given", diffusion_cases.apart(diffusion_cases.results(model(**inputs)), expected), BOUND)
         cp.close()
         for case in ("Flux", "LTX"):
-            model, inputs = diffusion.build(case)
-            exact = diffusion.results(model(**inputs))
+            model, inputs = diffusion_cases.build(case)
+            exact = diffusion_cases.results(model(**inputs))
             few = {name: one.bfloat16() if name.endswith("hidden_states") or name == "pooled_projections" else one for name, one in inputs.items()}
             for what, run in {
                 "autocast": lambda model=model, inputs=inputs: under_autocast(model, inputs),
                 "bfloat16": lambda model=model, few=few: model.bfloat16()(**few),
             }.items():
-                bound = 1.5 * diffusion.apart([one.float() for one in diffusion.results(run())], exact)
+                bound = 1.5 * diffusion_cases.apart([one.float() for one in diffusion_cases.results(run())], exact)
                 cp = ContextParallel(model, timeout=60)
-                check(f"{what}, {case}", diffusion.apart([one.float() for one in diffusion.results(run())], exact), bound)
+                check(f"{what}, {case}", diffusion_cases.apart([one.float() for one in diffusion_cases.results(run())], exact), bound)
                 cp.close()
     return wrong
 
@@ -195,7 +195,7 @@ def under_autocast(model: Any, inputs: Any) -> Any:
 
 def _pipeline(rank: int, world: int) -> float:
     """A pipeline around the model, two steps with true guidance: how far its latents are from those of one process."""
-    transformer, _ = diffusion.build("Flux")
+    transformer, _ = diffusion_cases.build("Flux")
     torch.manual_seed(2)
     vae = diffusers.AutoencoderKL(block_out_channels=(4,), in_channels=3, out_channels=3, latent_channels=1, norm_num_groups=1)
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
@@ -213,7 +213,7 @@ def _pipeline(rank: int, world: int) -> float:
     cp = ContextParallel(pipe.transformer, timeout=60)
     found = latents()
     cp.close()
-    return diffusion.apart([found], [expected])
+    return diffusion_cases.apart([found], [expected])
 
 
 class Models(unittest.TestCase):
@@ -231,11 +231,11 @@ class Models(unittest.TestCase):
         self.assertIn("3 ranks, 4 steps: the result of one process", done.stdout)
 
     def test_gradients_of_one_process(self) -> None:
-        cases = [case for case in diffusion.CASES if processes.LONG or "," not in case or "masks" in case or "tokens" in case]
+        cases = [case for case in diffusion_cases.CASES if processes.LONG or "," not in case or "masks" in case or "tokens" in case]
         with tempfile.TemporaryDirectory() as folder:
             file = str(Path(folder) / "alone")
             torch.set_num_threads(1)
-            torch.save({case: gradients(*diffusion.build(case)) for case in cases}, file)
+            torch.save({case: gradients(*diffusion_cases.build(case)) for case in cases}, file)
             for world in MESHES:
                 with self.subTest(world=world):
                     some = cases if processes.LONG else cases[world % 2 :: 2]
@@ -243,7 +243,7 @@ class Models(unittest.TestCase):
                         self.assertEqual(wrong, [])
 
     def test_results_of_one_process(self) -> None:
-        cases = list(diffusion.CASES)
+        cases = list(diffusion_cases.CASES)
         with tempfile.TemporaryDirectory() as folder:
             file = str(Path(folder) / "alone")
             torch.set_num_threads(1)

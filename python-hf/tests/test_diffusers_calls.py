@@ -19,7 +19,7 @@ try:
 except ImportError:
     raise unittest.SkipTest("diffusers is not installed") from None
 
-import diffusion
+import diffusion_cases
 import held
 import processes
 from cpattn import Disagreement, InvalidArgument, InvalidHandle, PeerError, Unsupported
@@ -27,7 +27,7 @@ from cpattn_hf.diffusers import ContextParallel
 from diffusers.hooks import HookRegistry, LayerSkipConfig, apply_first_block_cache, apply_layer_skip
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
-from diffusion import BOUND
+from diffusion_cases import BOUND
 from torch.nn.parallel import DistributedDataParallel
 
 diffusers.utils.logging.set_verbosity_error()
@@ -36,7 +36,7 @@ diffusers.utils.logging.set_verbosity_error()
 def _attention(rank: int, world: int) -> list[str]:
     """The backend alone, in f64: ranks without queries or keys, groups of heads, other lengths and dims of k and v, and each kind of mask."""
     wrong = []
-    model, _ = diffusion.build("Flux")
+    model, _ = diffusion_cases.build("Flux")
     ContextParallel(model, timeout=60)
     of_k = [3, 0, 4]
     torch.manual_seed(6)
@@ -92,7 +92,7 @@ def _refusals(rank: int, world: int) -> list[str]:
             wrong.append(f"{name} is not refused")
 
     def made(case: str, **more: Any) -> tuple[Any, Any]:
-        model, inputs = diffusion.build(case)
+        model, inputs = diffusion_cases.build(case)
         cp = ContextParallel(model, timeout=60)
         return cp, lambda **changed: model(**{**inputs, **more, **changed})
 
@@ -132,13 +132,13 @@ def _refusals(rank: int, world: int) -> list[str]:
 
     # Hooks that move weights change no result.
     for case in ("Flux", "Wan"):
-        model, inputs = diffusion.build(case)
+        model, inputs = diffusion_cases.build(case)
         with torch.no_grad():
-            expected = diffusion.results(model(**inputs))
+            expected = diffusion_cases.results(model(**inputs))
             cp, call = made(case)
             cp.model.enable_group_offload(onload_device=torch.device("cpu"), offload_type="block_level", num_blocks_per_group=1)
             cp.model.enable_layerwise_casting(storage_dtype=torch.float64, compute_dtype=torch.float32)
-            if not (far := diffusion.apart(diffusion.results(call()), expected)) <= BOUND:
+            if not (far := diffusion_cases.apart(diffusion_cases.results(call()), expected)) <= BOUND:
                 wrong.append(f"offloading {case}: {far:.1e}")
         cp.close()
     cp, flux = made("Flux")
@@ -163,7 +163,7 @@ def _refusals(rank: int, world: int) -> list[str]:
     def make(model: Any, **options: Any) -> None:
         ContextParallel(model, timeout=60, **options).close()
 
-    flux_model, wan = diffusion.build("Flux")[0], diffusion.build("Wan")[0]
+    flux_model, wan = diffusion_cases.build("Flux")[0], diffusion_cases.build("Wan")[0]
     twice = ContextParallel(flux_model, timeout=60)
     check("twice", InvalidArgument, "already has a ContextParallel", lambda: make(flux_model))
     twice.close()
@@ -200,18 +200,18 @@ def _refusals(rank: int, world: int) -> list[str]:
     check("ulysses", InvalidArgument, "ulysses", lambda: make(wan, ulysses=5))
     check("window", InvalidArgument, "window_left is no argument of ContextParallel", lambda: make(wan, window_left=5))
     check("parts of the group", InvalidArgument, "all are needed", lambda: make(wan, ulysses=1, ring=1))
-    check("plan", InvalidArgument, "has no module there", lambda: make(wan, plan={"there": diffusion.rows_of(1)}))
+    check("plan", InvalidArgument, "has no module there", lambda: make(wan, plan={"there": diffusion_cases.rows_of(1)}))
     check("argument of plan", InvalidArgument, "names rows", lambda: make(wan, plan={"blocks.0": {"rows": wan._cp_plan["blocks.0"]["hidden_states"]}}))
-    check("history", Unsupported, "is_amplify_history", lambda: make(diffusion._helios(is_amplify_history=True)[0]))
+    check("history", Unsupported, "is_amplify_history", lambda: make(diffusion_cases._helios(is_amplify_history=True)[0]))
     dit = diffusers.DiTTransformer2DModel(num_attention_heads=2, attention_head_dim=8, in_channels=4, num_layers=1, sample_size=8, norm_num_groups=1)
     check("no plan", Unsupported, "DiTTransformer2DModel has no _cp_plan", lambda: make(dit))
-    check("processor", Unsupported, "has the processor AttnProcessor2_0", lambda: make(dit, plan={"": diffusion.rows_of(1)}))
+    check("processor", Unsupported, "has the processor AttnProcessor2_0", lambda: make(dit, plan={"": diffusion_cases.rows_of(1)}))
     return wrong
 
 
 def _broken(rank: int, world: int) -> str:
     """A rank that fails in the middle of a call, and begins another one."""
-    model, inputs = diffusion.build("Flux")
+    model, inputs = diffusion_cases.build("Flux")
     ContextParallel(model, timeout=20)
     with torch.no_grad():
         if rank == 1:
@@ -229,7 +229,7 @@ def _broken(rank: int, world: int) -> str:
 
 def _silent(rank: int, world: int) -> str:
     """A rank that fails in the middle of a call, and does nothing more."""
-    model, inputs = diffusion.build("Flux")
+    model, inputs = diffusion_cases.build("Flux")
     cp = ContextParallel(model, timeout=4)
     with torch.no_grad():
         model(**inputs)
@@ -249,14 +249,14 @@ def _groups(rank: int, world: int) -> list[float]:
     far = []
     group = [0, 1] if rank < 2 else [2, 3]
     for case in ("Flux", "Wan"):
-        model, inputs = diffusion.build(case)
+        model, inputs = diffusion_cases.build(case)
         model.set_attention_backend("_native_math")
         inputs["hidden_states"] = inputs["hidden_states"] * (1 + group[0])
         with torch.no_grad():
-            expected = diffusion.results(model(**inputs))
+            expected = diffusion_cases.results(model(**inputs))
             cp = ContextParallel(model, group=group, timeout=60)
             seen = {name: module.processor._attention_backend.value for name, module in model.named_modules() if hasattr(module, "processor")}
-            far.append(diffusion.apart(diffusion.results(model(**inputs)), expected))
+            far.append(diffusion_cases.apart(diffusion_cases.results(model(**inputs)), expected))
             cp.close()
         again = {name: module.processor._attention_backend.value for name, module in model.named_modules() if hasattr(module, "processor")}
         assert set(seen.values()) == {"cpattn__native_math"} and set(again.values()) == {"_native_math"}, (seen, again)
@@ -268,7 +268,7 @@ def _closed(rank: int, world: int) -> tuple[tuple[int, int, int], tuple[int, int
     found = []
     for times in (1, 3):
         for _ in range(times):
-            model, inputs = diffusion.build("LTX")
+            model, inputs = diffusion_cases.build("LTX")
             cp = ContextParallel(model, timeout=60)
             model(**inputs)
             dist.barrier()
@@ -282,23 +282,23 @@ def _closed(rank: int, world: int) -> tuple[tuple[int, int, int], tuple[int, int
 
 def _off(rank: int, world: int) -> bool:
     """The model as it was, each rank for itself, and over the ranks again; one `off` in another, and a close inside."""
-    model, inputs = diffusion.build("Flux")
+    model, inputs = diffusion_cases.build("Flux")
     with torch.no_grad():
-        expected = diffusion.results(model(**inputs))
+        expected = diffusion_cases.results(model(**inputs))
         cp = ContextParallel(model, timeout=60)
         with cp.off():
             own = {**inputs, "hidden_states": inputs["hidden_states"] + rank}
             model(**own)
-            before = diffusion.results(model(**inputs))
+            before = diffusion_cases.results(model(**inputs))
             with cp.off():
                 pass
             model(**own)
-        after = diffusion.results(model(**inputs))
+        after = diffusion_cases.results(model(**inputs))
         with cp.off():
             cp.close()
-        closed = diffusion.results(model(**inputs))
+        closed = diffusion_cases.results(model(**inputs))
         ContextParallel(model, timeout=60).close()
-    return all(map(torch.equal, [*before, *closed], [*expected, *expected])) and 0 < diffusion.apart(after, expected) <= BOUND
+    return all(map(torch.equal, [*before, *closed], [*expected, *expected])) and 0 < diffusion_cases.apart(after, expected) <= BOUND
 
 
 class Calls(unittest.TestCase):

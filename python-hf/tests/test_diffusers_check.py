@@ -15,12 +15,12 @@ try:
 except ImportError:
     raise unittest.SkipTest("diffusers is not installed") from None
 
-import diffusion
+import diffusion_cases
 import processes
 from cpattn import Disagreement, InvalidArgument, Unsupported
 from cpattn_hf.diffusers import ContextParallel
 from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
-from diffusion import BOUND
+from diffusion_cases import BOUND
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -46,7 +46,7 @@ def _whole_texts(rank: int, world: int) -> list[str]:
     """A text that the plan leaves whole, in each model with joint attention: counted once for each rank, and so refused."""
     wrong = []
     for case in ("Flux", "Flux2", "OvisImage", "LongCatImage"):
-        model, inputs = diffusion.build(case)
+        model, inputs = diffusion_cases.build(case)
         cp = ContextParallel(model, timeout=60, plan=lacking(model, "encoder_hidden_states", "txt_ids"))
         for _ in range(2):  # it is refused until it is right
             error = error_of(lambda model=model, inputs=inputs: model(**inputs))
@@ -54,16 +54,16 @@ def _whole_texts(rank: int, world: int) -> list[str]:
                 wrong.append(f"{case}: {error!r}")
         cp.close()
     # Attention to keys that all ranks have whole is right: each key counts as often as any other.
-    model, inputs = diffusion.build("LTX")
+    model, inputs = diffusion_cases.build("LTX")
     with torch.no_grad():
-        expected = diffusion.results(model(**inputs))
+        expected = diffusion_cases.results(model(**inputs))
     cp = ContextParallel(model, timeout=60, plan=lacking(model, "encoder_hidden_states", "encoder_attention_mask"))
     with torch.no_grad():
-        if not (far := diffusion.apart(diffusion.results(model(**inputs)), expected)) <= BOUND:
+        if not (far := diffusion_cases.apart(diffusion_cases.results(model(**inputs)), expected)) <= BOUND:
             wrong.append(f"a text of cross-attention: {far}")
     cp.close()
     # Results that are not gathered.
-    model, inputs = diffusion.build("Flux")
+    model, inputs = diffusion_cases.build("Flux")
     cp = ContextParallel(model, timeout=60, plan={key: given for key, given in model._cp_plan.items() if key != "proj_out"})
     error = error_of(lambda: model(**inputs))
     if not isinstance(error, Unsupported) or "(1, 77, 4)" not in str(error) or "gather all outputs" not in str(error):
@@ -81,20 +81,20 @@ class _Own(FluxAttnProcessor):  # type: ignore[misc]
 
 def _processors(rank: int, world: int) -> list[str]:
     wrong = []
-    model, inputs = diffusion.build("Flux")
+    model, inputs = diffusion_cases.build("Flux")
     model.single_transformer_blocks[1].attn.set_processor(_Own())
     with torch.no_grad():
-        expected = diffusion.results(model(**inputs))
+        expected = diffusion_cases.results(model(**inputs))
     cp = ContextParallel(model, timeout=60)
     error = error_of(lambda: model(**inputs))
     if not isinstance(error, Unsupported) or "a processor that computes attention itself" not in str(error):
         wrong.append(f"a processor: {error!r}")
     with cp.off(), torch.no_grad():
-        if not all(map(torch.equal, diffusion.results(model(**inputs)), expected)):
+        if not all(map(torch.equal, diffusion_cases.results(model(**inputs)), expected)):
             wrong.append("the model is another after a check")
     cp.close()
     # Of one rank alone.
-    model, inputs = diffusion.build("Flux")
+    model, inputs = diffusion_cases.build("Flux")
     if rank:
         model.single_transformer_blocks[1].attn.set_processor(_Own())
     if not isinstance(error := error_of(lambda: ContextParallel(model, timeout=60)), Disagreement) or "processors" not in str(error):
@@ -106,7 +106,7 @@ def _by_hand(rank: int, world: int) -> list[str]:
     """`check` at any time: small distances, no trace in the model and the generator, and what it refuses."""
     wrong = []
     for case in ("Flux", "QwenImage, masks", "LTX2", "Wan", "MiniMaxH3"):
-        model, inputs = diffusion.build(case)
+        model, inputs = diffusion_cases.build(case)
         cp = ContextParallel(model.train(), timeout=60)
         before = torch.get_rng_state()
         with torch.autocast("cpu", torch.bfloat16, enabled=case == "Flux"):
@@ -115,7 +115,7 @@ def _by_hand(rank: int, world: int) -> list[str]:
         if not torch.equal(before, torch.get_rng_state()) or not all(one.training for one in model.modules()):
             wrong.append(f"{case}: check leaves a trace")
         cp.close()
-    model, inputs = diffusion.build("Flux")
+    model, inputs = diffusion_cases.build("Flux")
     cp = ContextParallel(model, timeout=60)
     with cp.off():
         if not isinstance(error := error_of(lambda: cp.check(**inputs)), InvalidArgument):
@@ -148,7 +148,7 @@ def _once(rank: int, world: int) -> list[int]:
 
     found = []
     for compiled in (False, True):
-        model, inputs = diffusion.build("Flux")
+        model, inputs = diffusion_cases.build("Flux")
         call = torch.compile(model, backend="aot_eager", dynamic=False) if compiled else model
         model.register_forward_hook(count)
         cp = ContextParallel(model, timeout=60, plan=model._cp_plan)
@@ -158,12 +158,12 @@ def _once(rank: int, world: int) -> list[int]:
                 calls = 0
                 job()
                 found.append(calls)
-            rows = [diffusion._random(1, 77, 48)] * 2
+            rows = [diffusion_cases._random(1, 77, 48)] * 2
             controlled = {**inputs, "controlnet_block_samples": rows}
             error = error_of(lambda: call(**controlled))  # which the model's own plan leaves whole
             assert error is not None
         cp.close()
-        model, inputs = diffusion.build("Flux")
+        model, inputs = diffusion_cases.build("Flux")
         model.register_forward_hook(count)
         call = torch.compile(model, backend="aot_eager", dynamic=False) if compiled else model
         cp = ContextParallel(model, timeout=60, plan=model._cp_plan)
@@ -180,7 +180,7 @@ def _steps(rank: int, world: int) -> list[list[float]]:
     """Losses of SGD under fully_shard, made in each order, with an optimizer that is made after a check: those of one process."""
     found = []
     for order in ("alone", "sharded, over the ranks, check", "over the ranks, sharded", "sharded, over the ranks", "over the ranks, sharded, check"):
-        model, inputs = diffusion.build("Flux")
+        model, inputs = diffusion_cases.build("Flux")
         target = torch.randn(1, 77, 4, generator=torch.Generator().manual_seed(1))
 
         def shard(model: Any = model) -> None:

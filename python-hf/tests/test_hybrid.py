@@ -17,7 +17,7 @@ except ImportError:
     raise unittest.SkipTest("transformers is not installed") from None
 
 EXAMPLE = Path(__file__).parents[2] / "examples/python/qwen3_next.py"
-sys.path.insert(0, str(EXAMPLE.parent))
+sys.path.append(str(EXAMPLE.parent))
 
 import models
 import processes

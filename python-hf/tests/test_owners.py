@@ -88,7 +88,7 @@ class Owners(unittest.TestCase):
                     ("FSDP1", "sharded by FullyShardedDataParallel (FSDP1): ContextParallel(model) first"),
                     ("FSDP1, inside", "of LlamaForCausalLM are sharded by FullyShardedDataParallel (FSDP1)"),
                     ("FSDP1, its parameters", "of LlamaForCausalLM are sharded by FullyShardedDataParallel (FSDP1)"),
-                    ("tensor parallel", "tensor parallelism has split (tp_plan, parallelize_module): load it without tp_plan"),
+                    ("tensor parallel", "tensor parallelism has split over the ranks [0, 1], and the ranks [0, 1] of these are in one group"),
                     ("no model", "InvalidArgument: model is Linear("),
                     ("no module", "InvalidArgument: model is 'llama', a model of Transformers is needed"),
                 ):

@@ -182,9 +182,9 @@ def _refused() -> dict[str, str]:
     with tempfile.TemporaryDirectory() as place:
         usual = {"use_cpu": True, "bf16": False, "report_to": [], "num_generations": 4, "per_device_train_batch_size": 4}
 
-        def refuse(name: str, kind: Any, args: Any) -> None:
+        def refuse(name: str, kind: Any, args: Any, **others: Any) -> None:
             try:
-                cp.trainer(kind)(args=args, **more)
+                cp.trainer(kind)(args=args, **more, **others)
             except (InvalidArgument, Unsupported) as error:
                 found[name] = str(error)
 
@@ -193,6 +193,10 @@ def _refused() -> dict[str, str]:
         args = trl.GRPOConfig(place, **usual)
         args.use_vllm = True
         refuse("vllm", trl.GRPOTrainer, args)
+        args.vllm_mode = "server"
+        refuse("tools", trl.GRPOTrainer, args, tools=[len])
+        args.use_vllm, args.use_transformers_continuous_batching = False, True
+        refuse("continuous", trl.GRPOTrainer, args)
         refuse("smoothing", trl.GRPOTrainer, trl.GRPOConfig(place, **usual, label_smoothing_factor=0.1))
 
         class Other(trl.GRPOTrainer):
@@ -257,7 +261,8 @@ class Preference(unittest.TestCase):
             several = processes.run(_job, 2, KINDS, f"{folder}/two", 1, True, seconds=300)
         compare(self, KINDS, one, several)
         said = {
-            "no arguments": "args is needed: the GRPOConfig", "batch": "has 2 prompts (generation_batch_size", "vllm": "use_vllm is True",
+            "no arguments": "args is needed: the GRPOConfig", "batch": "has 2 prompts (generation_batch_size", "vllm": "vllm_mode is 'colocate'",
+            "tools": "use_vllm is True and tools is given", "continuous": "use_transformers_continuous_batching is True",
             "smoothing": "label smoothing", "subclass": "Other computes its loss in test_preference",
         }  # fmt: skip
         for found in several:

@@ -93,10 +93,10 @@ def no_thread(whose: str, error: RuntimeError) -> DeviceError:
 
 
 def _work(jobs: SimpleQueue[_Job | None]) -> None:
-    while (given := jobs.get()) is not None:
-        job, outcome = given
+    while (entry := jobs.get()) is not None:
+        job, outcome = entry
         try:
             outcome.set_result(job())
         except BaseException as error:  # noqa: BLE001 (raised where the call was made)
             outcome.set_exception(error)
-        del given, job, outcome  # do not keep them until the next call
+        del entry, job, outcome  # do not keep them until the next call

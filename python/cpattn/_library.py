@@ -59,12 +59,12 @@ def library_version() -> str:
 def status_of(name: str, *arguments: Any) -> int:
     """Calls cpattn_`name`."""
     declared = zip(_header.FUNCTIONS[name], arguments, strict=True)
-    given = (c_value(at, kind, value) if kind in RANGES else value for (at, kind), value in declared)
+    values = (c_value(at, kind, value) if kind in RANGES else value for (at, kind), value in declared)
     if (function := getattr(_library, "cpattn_" + name, None)) is None:
         raise errors.LibraryError(
             f"{_library._name} has no cpattn_{name} and is older than this package: build the library and the package from one checkout"
         )
-    status: int = function(*given)
+    status: int = function(*values)
     return status
 
 

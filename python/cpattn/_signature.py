@@ -18,8 +18,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def resolved(kind: type[T]) -> type[T]:
     """A class decorator: help() and inspect.signature show types, not ForwardRef('int')."""
-    made: Any = kind.__new__ if issubclass(kind, tuple) else kind.__init__
-    made.__annotations__ |= get_type_hints(kind)
+    constructor: Any = kind.__new__ if issubclass(kind, tuple) else kind.__init__
+    constructor.__annotations__ |= get_type_hints(kind)
     return kind
 
 
@@ -64,8 +64,8 @@ def named(example: str, options: type | None = None) -> Callable[[type[T]], type
     does not take, unless it looks at further keywords itself: `options` are what these may be. The signature stays as it is."""
 
     def decorator(kind: type[T]) -> type[T]:
-        made: Any = kind
-        usual, name = made.__init__, kind.__name__
+        constructor: Any = kind
+        usual, name = constructor.__init__, kind.__name__
         every = inspect.signature(usual).parameters.values()
         places = [one.name for one in every if one.kind == one.POSITIONAL_OR_KEYWORD][1:]
         needed = [one.name for one in every if one.default is one.empty and one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)][1:]
@@ -75,15 +75,15 @@ def named(example: str, options: type | None = None) -> Callable[[type[T]], type
         @wraps(usual)
         def checked(self: T, *args: Any, **kwargs: Any) -> None:
             if len(args) > len(places):
-                taken = ", ".join(places)
-                raise WrongCall(f"{name} takes {taken} by position, and was given {len(args)} arguments so: name the others, as in {name}({example})")
+                positions = ", ".join(places)
+                raise WrongCall(f"{name} takes {positions} by position, and was given {len(args)} arguments so: name the others, as in {name}({example})")
             if not others and not kwargs.keys() <= names:
                 raise misspelt(name, kwargs.keys() - names, names)
             if missing := [one for one in needed if one not in kwargs and one not in places[: len(args)]]:
                 raise WrongCall(f"{name} needs {missing[0]}, which was not given: an example is {name}({example})")
             usual(self, *args, **kwargs)
 
-        made.__init__ = checked
+        constructor.__init__ = checked
         return kind
 
     return decorator

@@ -27,6 +27,6 @@ def dropout_mask(probability: float, seed: int, head: int, q_tokens: int, k_toke
         raise InvalidArgument(f"q_tokens x k_tokens is {q_tokens} x {k_tokens}, at most 2^40 pairs are needed: take fewer rows at a time")
     if not probability:
         return bytes([1]) * (q_tokens * k_tokens)
-    kept = (c_uint8 * (q_tokens * k_tokens))()
-    call("dropout_mask", probability, seed, q_first, q_tokens, k_first, k_tokens, head, kept)
-    return bytes(kept)
+    mask = (c_uint8 * (q_tokens * k_tokens))()
+    call("dropout_mask", probability, seed, q_first, q_tokens, k_first, k_tokens, head, mask)
+    return bytes(mask)

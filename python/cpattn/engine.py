@@ -191,17 +191,17 @@ def _guarded(job: Callable[..., None]) -> Callable[..., int]:
             job(_engines[context], *arguments[:-1])
             return _header.OK
         except BaseException as failure:  # noqa: BLE001 (nothing may enter C)
-            return _said(context, failure, arguments[-1])
+            return _report(context, failure, arguments[-1])
 
     return callback
 
 
-def _said(context: int, failure: BaseException, text: Any) -> int:
+def _report(context: int, failure: BaseException, text: Any) -> int:
     with suppress(BaseException):  # without a text, the failure is still reported
         entry = _engines[context]
         known = isinstance(failure, entry.engine.failures)
-        said = (str(failure) if known else f"{type(failure).__name__}: {failure}").encode()[: _header.ENGINE_TEXT - 1]
-        ctypes.memmove(text, said, len(said))
+        message = (str(failure) if known else f"{type(failure).__name__}: {failure}").encode()[: _header.ENGINE_TEXT - 1]
+        ctypes.memmove(text, message, len(message))
         if known:
             return _header.ENGINE_GROUP
         entry.kept.keep(failure)

@@ -210,20 +210,20 @@ def checked(options: PlanOptions, heads: int, of: str = "a plan", more: Iterable
     and `more` are the names of its other ones."""
     if unknown := sorted(options.keys() - PlanOptions.__annotations__.keys()):
         raise misspelt(of, unknown, {*PlanOptions.__annotations__, *more})
-    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None or name not in _OPTIONAL}
-    for name, value in list(given.items()):
+    values: dict[str, Any] = {name: value for name, value in options.items() if value is not None or name not in _OPTIONAL}
+    for name, value in list(values.items()):
         if name == "alibi_slopes":
-            given |= c_slopes(name, value, heads)
+            values |= c_slopes(name, value, heads)
         else:
-            given[name] = _CHECKS[name](name, value) if name in _CHECKS else whole(name, value, 0, UNLIMITED)
-    return given
+            values[name] = _CHECKS[name](name, value) if name in _CHECKS else whole(name, value, 0, UNLIMITED)
+    return values
 
 
 def ranks_per_node(nodes: Sequence[int]) -> int:
     """The option `ranks_per_node`, from the node of each rank: any number that is equal for the ranks of one node only. A node may
     also be a rack, or any other group joined by slow links. Refused unless nodes have consecutive ranks, and all the same number."""
-    given, each = c_array("nodes", c_uint64, nodes), c_uint32()
-    call("ranks_per_node", given, len(given), byref(each))
+    values, each = c_array("nodes", c_uint64, nodes), c_uint32()
+    call("ranks_per_node", values, len(values), byref(each))
     return each.value
 
 

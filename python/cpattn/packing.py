@@ -19,9 +19,16 @@ from .slopes import Slopes
 
 B = TypeVar("B")
 
-# window_left, window_right, scale, softcap, dropout and slopes of a layer; None: the value of the context.
-Told = tuple[int | None, int | None, float | None, float | None, float | None, Slopes | None]
-_TOLD = ("window_left", "window_right", "scale", "softcap", "dropout", "alibi_slopes")
+
+class Layer(NamedTuple):
+    """Options of a layer, as a key of a cache, by the keywords of `Plan`. None: the value of the context."""
+
+    window_left: int | None
+    window_right: int | None
+    scale: float | None
+    softcap: float | None
+    dropout: float | None
+    alibi_slopes: Slopes | None
 
 
 class Shaped(Protocol):
@@ -99,7 +106,7 @@ def sinks_of(sinks: Shaped | None) -> int:
     return 0 if sinks is None else 1 if len(sinks.shape) < 2 else sinks.shape[1]
 
 
-def kind_of(q: Shaped, k: Shaped, v: Shaped, dtype: Dtype, sinks: int, told: Sequence[Any]) -> dict[str, Any]:
+def kind_of(q: Shaped, k: Shaped, v: Shaped, dtype: Dtype, sinks: int, layer: Layer) -> dict[str, Any]:
     """The keywords of `Plan` for a layer with these tensors and as many sinks for each head. Refuses invalid values."""
     if q.shape[1] and q.shape[1] % max(k.shape[1], 1):
         more = ": are q and k exchanged?" if k.shape[1] > q.shape[1] else ""
@@ -107,10 +114,10 @@ def kind_of(q: Shaped, k: Shaped, v: Shaped, dtype: Dtype, sinks: int, told: Seq
             f"q is of shape {tuple(q.shape)} and k of {tuple(k.shape)}, [tokens, heads, head_dim]: the {q.shape[1]} heads of q are no "
             f"multiple of the {k.shape[1]} kv_heads of k{more}"
         )
-    given = {name: value for name, value in zip(_TOLD, told) if value is not None}
-    kind = checked(given, q.shape[1])  # type: ignore[arg-type]
+    options = {name: value for name, value in layer._asdict().items() if value is not None}
+    kind = checked(options, q.shape[1])  # type: ignore[arg-type]
     if kind.pop("alibi_rows", None) is not None:
-        kind["alibi_slopes"] = given["alibi_slopes"]  # as a key, which an array of C is not
+        kind["alibi_slopes"] = layer.alibi_slopes  # as a key, which an array of C is not
     shape = {"heads": q.shape[1], "kv_heads": k.shape[1], "head_dim": q.shape[2], "value_dim": v.shape[2], "dtype": dtype}
     return {**kind, **shape, **({"sinks": sinks} if sinks else {})}
 

@@ -41,12 +41,12 @@ def _documents(cu_seqlens: Any, cu_seqlens_k: Any, q_start: Any, slices: Any, wo
             raise InvalidArgument(
                 f"{name}[0] is {first[0]}, 0 is needed: {name} are offsets (0, the end of the first document, ..., the number of tokens), not lengths"
             )
-    given: dict[str, Any] = {"cu_seqlens_q": ends, "documents": len(ends) - 1, "world": at_least_1("world", world)}
+    members: dict[str, Any] = {"cu_seqlens_q": ends, "documents": len(ends) - 1, "world": at_least_1("world", world)}
     if ends_k is not None:
-        given["cu_seqlens_k"] = ends_k
+        members["cu_seqlens_k"] = ends_k
     if q_start is not None:
-        given["q_start"] = c_array("q_start", c_int64, q_start, len(ends) - 1)
-    return given | _slices(slices)
+        members["q_start"] = c_array("q_start", c_int64, q_start, len(ends) - 1)
+    return members | _slices(slices)
 
 
 def _slices(slices: Iterable[Slice] | None) -> dict[str, Any]:
@@ -102,8 +102,8 @@ class Plan:
         world: int = 1,
         **options: Unpack[PlanOptions],
     ) -> None:
-        given = _documents(cu_seqlens, cu_seqlens_k, q_start, slices, world)
-        call("plan_create", *self._describe(given, heads, head_dim, dtype, options), byref(self.handle))
+        members = _documents(cu_seqlens, cu_seqlens_k, q_start, slices, world)
+        call("plan_create", *self._describe(members, heads, head_dim, dtype, options), byref(self.handle))
 
     @classmethod
     @spelled(PlanOptions)
@@ -131,8 +131,8 @@ class Plan:
             raise refused("machine", machine, "the text of a machine's description is needed")
         if "\0" in machine:  # a C string would end there
             raise InvalidArgument("machine has a zero byte: remove it, the text of a machine's description has none")
-        plan, given = cls.__new__(cls), _documents(cu_seqlens, cu_seqlens_k, q_start, slices, world)
-        described = plan._describe(given, heads, head_dim, dtype, options)
+        plan, members = cls.__new__(cls), _documents(cu_seqlens, cu_seqlens_k, q_start, slices, world)
+        described = plan._describe(members, heads, head_dim, dtype, options)
         call("plan_create_on", *described, machine.encode(), byref(plan.handle))
         plan._how["ranks_per_node"] = plan.describe().ranks_per_node
         return plan
@@ -156,9 +156,9 @@ class Plan:
         reproducible, pack_inputs and ranks_per_node. Mask, score and dims have the defaults of `Plan`. Without `slices` the plan has
         those of `base`, if there are any; for a causal layer over such a base give `cpattn.slices.documents(cu_seqlens)`.
         """
-        plan, given = cls.__new__(cls), {**instance("base", base, Plan)._how, "world": base.world}
-        given |= {"of_slices": base.slices} if slices is None else _slices(slices)
-        described = plan._describe(given, heads, head_dim, base.dtype if dtype is None else dtype, options)
+        plan, members = cls.__new__(cls), {**instance("base", base, Plan)._how, "world": base.world}
+        members |= {"of_slices": base.slices} if slices is None else _slices(slices)
+        described = plan._describe(members, heads, head_dim, base.dtype if dtype is None else dtype, options)
         call("plan_with_tokens_of", base.handle, *described, byref(plan.handle))
         return plan
 
@@ -180,14 +180,14 @@ class Plan:
         head_dim, window_left, slices, ...). `options` are common to all kinds, and `slices` to those that have none of their own. All plans have the same mesh and the same tokens on each rank,
         with the least cost of all layers together. ulysses, ring and layout are chosen, not given.
         """
-        given = _documents(cu_seqlens, cu_seqlens_k, q_start, slices, world)
+        members = _documents(cu_seqlens, cu_seqlens_k, q_start, slices, world)
         plans, problems, how, counted = [], [], pointer(_header.Options()), kinds_of("kinds", kinds)
         for _, kind in counted:
             plan, own = cls.__new__(cls), {"dtype": dtype, **options, **kind}
             for name in ("heads", "head_dim"):
                 if name not in own:
                     raise InvalidArgument(f"kinds: a kind of layer has no {name}: give each kind its {name}")
-            problem, how = plan._describe(given | _slices(own.pop("slices", None)), own.pop("heads"), own.pop("head_dim"), own.pop("dtype"), own)  # type: ignore[arg-type]
+            problem, how = plan._describe(members | _slices(own.pop("slices", None)), own.pop("heads"), own.pop("head_dim"), own.pop("dtype"), own)  # type: ignore[arg-type]
             problems.append(problem)
             plans.append(plan)
         layers = (c_uint64 * len(plans))(*(count for count, _ in counted))
@@ -198,23 +198,23 @@ class Plan:
         return plans
 
     def _describe(
-        self, given: dict[str, Any], heads: int, head_dim: int, dtype: Any, options: PlanOptions
+        self, members: dict[str, Any], heads: int, head_dim: int, dtype: Any, options: PlanOptions
     ) -> list[Any]:
         """Pointers to problem and options for the library, from checked arguments. The plan keeps some of them, and gets a handle."""
-        self.heads, self.head_dim, self.world = at_least_1("heads", heads), at_least_1("head_dim", head_dim), given["world"]
-        given |= checked(options, self.heads)
-        self.settings: dict[str, Any] = {**{name: given[name] for name in RUNS & given.keys()}, **options}
-        self.slices: tuple[Slice, ...] | None = given.get("of_slices")
+        self.heads, self.head_dim, self.world = at_least_1("heads", heads), at_least_1("head_dim", head_dim), members["world"]
+        members |= checked(options, self.heads)
+        self.settings: dict[str, Any] = {**{name: members[name] for name in RUNS & members.keys()}, **options}
+        self.slices: tuple[Slice, ...] | None = members.get("of_slices")
         if self.slices is not None:
-            given.setdefault("window_right", UNLIMITED)
-        self.kv_heads, self.value_dim = given.get("kv_heads", self.heads), given.get("value_dim", self.head_dim)
+            members.setdefault("window_right", UNLIMITED)
+        self.kv_heads, self.value_dim = members.get("kv_heads", self.heads), members.get("value_dim", self.head_dim)
         self.dtype = dtype_of(dtype)
-        self._how = {name: given[name] for name in RUNS & given.keys()}
-        given |= {"heads": self.heads, "head_dim": self.head_dim, "dtype": self.dtype}
+        self._how = {name: members[name] for name in RUNS & members.keys()}
+        members |= {"heads": self.heads, "head_dim": self.head_dim, "dtype": self.dtype}
         self.handle = c_void_p()
         weakref.finalize(self, status_of, "plan_destroy", self.handle)
         structs = _header.Problem, _header.Options
-        return [pointer(struct(**{name: given[name] for name, *_ in struct._fields_ if name in given})) for struct in structs]
+        return [pointer(struct(**{name: members[name] for name, *_ in struct._fields_ if name in members})) for struct in structs]
 
     def describe(self) -> PlanInfo:
         """The plan's mesh, layout, tokens and fingerprint: see `PlanInfo`."""

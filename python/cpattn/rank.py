@@ -118,17 +118,17 @@ class Rank:
         circulate_forward="keys" (backward: circulate="keys"). Devices, slices, pages and reproducible plans refuse it.
 
         `lse` is a natural logarithm, or with `lse_base="base_2"` one to base 2, which devices refuse."""
-        given = all_given({"o", "lse", "max_logit"}, q=q, k=k, v=v, sinks=sinks, o=o, lse=lse, max_logit=max_logit)
+        operands = all_given({"o", "lse", "max_logit"}, q=q, k=k, v=v, sinks=sinks, o=o, lse=lse, max_logit=max_logit)
         keys = None
         if block_table is not None:
             if key_indices is not None:
                 raise errors.Unsupported("key_indices and block_table are both given: gather the pages into k and v")
-            keys = _pages(given, block_table, page_size, page_stride)
+            keys = _pages(operands, block_table, page_size, page_stride)
         elif (lonely := [f"{name} is {value!r}" for name, value in (("page_size", page_size), ("page_stride", page_stride)) if value is not None]):
             raise errors.InvalidArgument(f"block_table is None, and {lonely[0]}: give both, or none")
         elif key_indices is not None:
-            keys = _lists(given, key_indices)
-        self._attend("forward", _header.ForwardArgs, plan, stream, given, dropout_seed, keys, lse_base)
+            keys = _lists(operands, key_indices)
+        self._attend("forward", _header.ForwardArgs, plan, stream, operands, dropout_seed, keys, lse_base)
 
     def backward(
         self,
@@ -156,19 +156,19 @@ class Rank:
         `key_indices` are those of the forward; rows of k and v that no token lists get gradients 0. `lse_base` is that of `lse`, and of
         the lse that `d_lse` is the gradient of."""
         tensors = dict(q=q, k=k, v=v, sinks=sinks, o=o, lse=lse, d_o=d_o, dq=dq, dk=dk, dv=dv, dsinks=dsinks, d_lse=d_lse)
-        given = all_given({"dq", "dk", "dv", "dsinks"}, **tensors)
-        keys = None if key_indices is None else _lists(given, key_indices)
-        self._attend("backward", _header.BackwardArgs, plan, stream, given, dropout_seed, keys, lse_base)
+        operands = all_given({"dq", "dk", "dv", "dsinks"}, **tensors)
+        keys = None if key_indices is None else _lists(operands, key_indices)
+        self._attend("backward", _header.BackwardArgs, plan, stream, operands, dropout_seed, keys, lse_base)
 
-    def _attend(self, name: str, struct: Any, plan: Plan, stream: Any, given: dict[str, Given], seed: int | None, keys: Any, lse_base: LseBase | str) -> None:
+    def _attend(self, name: str, struct: Any, plan: Plan, stream: Any, operands: dict[str, Given], seed: int | None, keys: Any, lse_base: LseBase | str) -> None:
         stream, members = _address("stream", stream), {name for name, *_ in struct._fields_}
-        args = struct(stream=stream, lse_base=one_of("lse_base", lse_base, LseBase), **{name: g.pointer for name, g in given.items() if name in members})
+        args = struct(stream=stream, lse_base=one_of("lse_base", lse_base, LseBase), **{name: g.pointer for name, g in operands.items() if name in members})
         if seed is not None:
             args.dropout_seed = pointer(c_uint64(whole("dropout_seed", seed, *RANGES[c_uint64])))
         if keys is not None:
             args.keys = pointer(keys)
         try:
-            self._run(name, _handle(plan), byref(args), keep=given, stream=stream)
+            self._run(name, _handle(plan), byref(args), keep=operands, stream=stream)
         except errors.InvalidArgument as error:
             if ".dtype is " not in str(error):
                 raise
@@ -187,8 +187,8 @@ class Rank:
 
     def _all_to_all(self, name: str, plan: Plan, side: Side | str, source: Array, to: Array, stream: Any) -> None:
         side, stream = one_of("side", side, Side), _address("stream", stream)
-        given = Given("source", source), Given("to", to, written=True)
-        self._run(name, _handle(plan), side.value, *(g.pointer for g in given), stream, keep=given, stream=stream)
+        operands = Given("source", source), Given("to", to, written=True)
+        self._run(name, _handle(plan), side.value, *(g.pointer for g in operands), stream, keep=operands, stream=stream)
 
     def combine(
         self,
@@ -213,9 +213,9 @@ class Rank:
         rows of o begin at multiples of 16 bytes; a graph may hold the call once the same call was made outside of a capture. With
         `lse_base="base_2"`, which devices refuse, both lse are to base 2."""
         to, stream = one_of("to", to, CombineTo), _address("stream", stream)
-        given = all_given({"o", "lse"}, partial_o=partial_o, partial_lse=partial_lse, sinks=sinks, o=o, lse=lse)
-        args = _header.CombineArgs(stream=stream, lse_base=one_of("lse_base", lse_base, LseBase), **{name: g.pointer for name, g in given.items()})
-        self._run("rank_combine", _handle(plan), to.value, byref(args), keep=given, stream=stream)
+        operands = all_given({"o", "lse"}, partial_o=partial_o, partial_lse=partial_lse, sinks=sinks, o=o, lse=lse)
+        args = _header.CombineArgs(stream=stream, lse_base=one_of("lse_base", lse_base, LseBase), **{name: g.pointer for name, g in operands.items()})
+        self._run("rank_combine", _handle(plan), to.value, byref(args), keep=operands, stream=stream)
 
     def check_ring(self, bytes: int = 4 << 20) -> list[Link]:
         """Sends bytes over each link and checks them, around the ring in both directions, one link at a time.
@@ -230,12 +230,12 @@ class Rank:
         job = partial(call, "rank_ring_check", self._handle, bytes, links, len(links), byref(count))
         try:
             self._interruptible(job, self._transport.abort) if self._transport else job()
-        except errors.Error as said:
+        except errors.Error as error:
             # The library's message names the link; the exception of a Python transport is the cause.
             failure = self._kept.failure
-            if isinstance(said, errors.PeerError) and isinstance(failure, errors.PeerError):
-                said.peer = failure.peer
-            raise said from failure
+            if isinstance(error, errors.PeerError) and isinstance(failure, errors.PeerError):
+                error.peer = failure.peer
+            raise error from failure
         return [Link(getattr(link, "from"), link.to, link.latency, link.bytes_per_second) for link in links[: count.value]]
 
     def record(self, capacity: int = 1 << 16) -> None:
@@ -267,14 +267,14 @@ class Rank:
 
         `rows` and `out` have one row for each of this rank's tokens, and `fill` is a tensor of one element, which may differ between
         ranks. All three are on the CPU, also for a rank on a device."""
-        handle, given = _handle(plan), (Given("fill", fill), Given("rows", rows), Given("out", out, written=True))
-        one, of = (tensor.pointer.contents for tensor in given[:2])
+        handle, operands = _handle(plan), (Given("fill", fill), Given("rows", rows), Given("out", out, written=True))
+        one, of = (tensor.pointer.contents for tensor in operands[:2])
         count, kinds = math.prod(one.shape[: one.ndim]), [(t.dtype.code, t.dtype.bits, t.device.device_type) for t in (one, of)]
         if kinds[0] != kinds[1] or count != 1:
             found, needed = (f"DLPack type {code}, {bits} bits, on device type {device}" for code, bits, device in kinds)
             raise errors.InvalidArgument(f"fill has {count} elements of {found}, and rows has {needed}: give fill 1 element of the type of rows")
         address = c_void_p(one.data + one.byte_offset)
-        self._run("rank_shift", handle, by, address, given[1].pointer, given[2].pointer, keep=given)
+        self._run("rank_shift", handle, by, address, operands[1].pointer, operands[2].pointer, keep=operands)
 
     def poll(self) -> None:
         """Raises if anything has failed so far on any rank. Never waits."""
@@ -301,21 +301,21 @@ class Rank:
         self._kept.call(name, self._handle, *arguments)
 
 
-def _pages(given: dict[str, Given], block_table: Array, page_size: int | None, page_stride: int | None) -> Any:
+def _pages(operands: dict[str, Given], block_table: Array, page_size: int | None, page_stride: int | None) -> Any:
     """k and v in pages, for C; the table is kept in `given`."""
     size = whole("page_size", page_size, 1, (1 << 31) - 1)
     stride = size if page_stride is None else whole("page_stride", page_stride, 1, (1 << 31) - 1)
-    given["block_table"] = table = Given("block_table", block_table)
+    operands["block_table"] = table = Given("block_table", block_table)
     # A missing k is refused by the library.
-    device = given["k"].pointer.contents.device.device_type if "k" in given else _header.DEVICE_CPU
+    device = operands["k"].pointer.contents.device.device_type if "k" in operands else _header.DEVICE_CPU
     address, documents, pages = whole_numbers("block_table", table.pointer.contents, ("documents", "pages"), device)
     members = dict(documents=documents, pages_per_document=pages, page_size=size, page_stride=stride)
     return _header.Keys(kind=_header.KEYS_PAGES, block_table=address, **members)
 
 
-def _lists(given: dict[str, Given], key_indices: Array) -> Any:
+def _lists(operands: dict[str, Given], key_indices: Array) -> Any:
     """The keys that each token lists, for C; the lists are kept in `given`."""
-    given["key_indices"] = lists = Given("key_indices", key_indices)
+    operands["key_indices"] = lists = Given("key_indices", key_indices)
     address, tokens, heads, entries = whole_numbers("key_indices", lists.pointer.contents, ("tokens", "heads", "entries"))
     return _header.Keys(kind=_header.KEYS_LISTED, key_indices=address, tokens=tokens, heads=heads, entries=entries)
 

@@ -110,21 +110,21 @@ class Kept:
         """Calls cpattn_`name`. If it fails, raises the exception that belongs to its error."""
         try:
             call(name, *arguments)
-        except errors.Error as said:
-            raise self.exception(said)
+        except errors.Error as error:
+            raise self.exception(error)
 
-    def exception(self, said: errors.Error) -> BaseException:
+    def exception(self, error: errors.Error) -> BaseException:
         """The exception that the Python call raises for the library's error `said`."""
-        if self.failure is None or not isinstance(said, errors.PeerError):
-            return said
+        if self.failure is None or not isinstance(error, errors.PeerError):
+            return error
         if self._raised:
-            said.__cause__ = self.failure
+            error.__cause__ = self.failure
             # The library does not get the rank at fault again, and blames this one.
             if isinstance(self.failure, errors.PeerError):
-                said.peer = self.failure.peer
-            return said
+                error.peer = self.failure.peer
+            return error
         self._raised = True
-        self.failure.__cause__ = self.failure.__cause__ or said
+        self.failure.__cause__ = self.failure.__cause__ or error
         return self.failure
 
 
@@ -139,8 +139,8 @@ class Callbacks(Kept):
             agree=self._asked(self._agree),
             exchange=self._asked(self._exchange),
             poll=self._asked(lambda: self.transport.poll()),
-            abort=self._told(lambda: self.transport.abort()),
-            release=self._told(lambda: self.transport.release()),
+            abort=self._call(lambda: self.transport.abort()),
+            release=self._call(lambda: self.transport.release()),
         )
         self._table = _header.TransportTable(rank=transport.rank, world=transport.world, **functions)
 
@@ -148,12 +148,12 @@ class Callbacks(Kept):
         """Makes the library's handle of the transport."""
         handle = c_void_p()
         call("transport_create", byref(self._table), byref(handle))
-        _kept.add(self)
+        _in_use.add(self)
         return handle
 
     def leave(self) -> None:
         """After the library has destroyed the transport or its rank."""
-        _kept.discard(self)
+        _in_use.discard(self)
 
     def _keep(self, failure: BaseException, blame: Any = None) -> int:
         with suppress(BaseException):  # the first failure is reported
@@ -178,7 +178,7 @@ class Callbacks(Kept):
 
         return callback
 
-    def _told(self, job: Callable[[], None]) -> Callable[[Any], None]:
+    def _call(self, job: Callable[[], None]) -> Callable[[Any], None]:
         """A callback without a result."""
 
         def callback(_context: Any) -> None:
@@ -203,7 +203,7 @@ class Callbacks(Kept):
         self.transport.exchange(operation.decode(), step, out, into, stream)
 
 
-_kept: set[Callbacks] = set()
+_in_use: set[Callbacks] = set()
 
 
 def _messages(first: Any, count: int) -> list[Message]:

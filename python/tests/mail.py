@@ -63,9 +63,12 @@ class Post(Network):
         self._office, self.rank, self.world, self.device = office, rank, office.world, torch.device(device)
         self.posted = 0
 
-    def post(self, messages: Sequence[tuple[Tensor, int, int, bool]]) -> list[Any]:
+    def batch(self, messages: Sequence[tuple[Tensor, int, int, bool]]) -> list[Any]:
+        return list(messages)
+
+    def post(self, batch: list[Any]) -> list[Any]:
         works = []
-        for tensor, peer, tag, send in messages:
+        for tensor, peer, tag, send in batch:
             assert tensor.is_contiguous() and peer != self.rank
             self.posted += 1
             key = (self.rank, peer, tag) if send else (peer, self.rank, tag)
@@ -111,6 +114,8 @@ class Poisoned(Executor):
     def _room(self, size: int) -> None:
         super()._room(size)
         self._workspace.fill_(255)
+        for memory in self._memories.values():
+            memory.bytes.fill_(255)
 
 
 def group(world: int, kernel: Kernel) -> list[Executor]:

@@ -149,14 +149,14 @@ class Transports(unittest.TestCase):
         for _ in range(3):
             gc.collect()
             cpattn.on_all(ranks, lambda number, rank: forward(rank, number))
-        before = len(transports._kept)
-        mails = [callbacks.transport for callbacks in transports._kept if callbacks.transport.boxes is boxes]  # type: ignore[attr-defined]
+        before = len(transports._in_use)
+        mails = [callbacks.transport for callbacks in transports._in_use if callbacks.transport.boxes is boxes]  # type: ignore[attr-defined]
         self.assertEqual(len(mails), WORLD)
         ranks[0].close()
         ranks[0].close()
         del ranks
         gc.collect()
-        self.assertEqual(len(transports._kept), before - WORLD)
+        self.assertEqual(len(transports._in_use), before - WORLD)
         self.assertTrue(all(mail.released for mail in mails))  # type: ignore[attr-defined]
 
     def test_what_a_callback_raises_is_raised_by_the_call(self) -> None:

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import inspect
 import types
 import unittest
 import unittest.mock
@@ -13,11 +16,13 @@ from mail import Office, Post, Talk, group, on_all
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
 
 import cpattn
 from cpattn import Plan, Side
 from cpattn.schedule import Lane
 from cpattn.torch import choice
+from cpattn.torch.dtypes import TORCH_DTYPES
 from cpattn.torch.executor import Executor, explain
 from cpattn.torch.executor.partials import merge
 from cpattn.torch.executor.program import Streams
@@ -74,6 +79,34 @@ class NoWaits(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+class Allocations(TorchDispatchMode):
+    """Refuses operators that allocate, except within `others`: a kernel's, and those of the network's double."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.within, self.seen = 0, 0
+
+    def others(self, function: Any) -> Any:
+        @functools.wraps(function)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            self.within += 1
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.within -= 1
+
+        return wrapped
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = function(*args, **(kwargs or {}))
+        if not self.within:
+            inputs, outputs = ([x for x in tree_flatten(of)[0] if isinstance(x, Tensor)] for of in ((args, kwargs), found))
+            there = {x.untyped_storage().data_ptr() for x in inputs}
+            assert all(not x.numel() or x.untyped_storage().data_ptr() in there for x in outputs), f"{function} allocates"
+            self.seen += 1
+        return found
+
+
 class Stream:
     """A stream that notes what it is told."""
 
@@ -115,6 +148,53 @@ class Runs(unittest.TestCase):
                 on_all(group(4, MATH), job)
         with self.assertRaisesRegex(AssertionError, "waits for the device"), NoWaits():
             torch.ones(1).item()
+
+    def test_no_allocation_in_a_second_run(self) -> None:
+        """But the kernel's, whatever it takes and returns: other strides, other dims, parts that are merged."""
+        more: list[dict[str, Any]] = [
+            {"window_left": 7}, {"ring": 4, "layout": "striped", "layout_parameter": 3}, {"ring": 4, "dtype": "bfloat16"}, {"scale": -0.5},
+            {"ulysses": 4, "gather": "together"},
+        ]  # fmt: skip
+        for options in OPTIONS + more:
+            for name in ("math", "torch"):
+                if name == "torch" and "softcap" in options:
+                    continue
+                plan, kernel = plan_of(options), find(name, "cpu")
+
+                def job(number: int, rank: Executor, plan: Plan = plan, kernel: Any = kernel) -> None:
+                    made = tensors(plan, number)
+                    made = {key: x.to(TORCH_DTYPES[plan.dtype]) for key, x in made.items()}
+                    inputs = {key: made[key] for key in made if key != "d_o"}
+                    results = {"o": torch.empty_like(made["q"]), "lse": torch.empty(HEADS, len(made["q"]))}
+                    d_lse = torch.ones(HEADS, len(made["q"]))
+                    of_inputs = {"d" + key: torch.empty_like(x) for key, x in inputs.items()}
+                    source = torch.randn(len(made["q"]), HEADS, 3)
+                    to = torch.empty(CU[-1], HEADS // 4, 3) if plan.settings.get("ulysses") == 4 else None
+
+                    def run() -> None:
+                        rank.forward(plan, **inputs, **results)
+                        rank.backward(plan, **inputs, **results, **of_inputs, d_o=made["d_o"], d_lse=d_lse)
+                        if to is not None:
+                            rank.to_heads(plan, Side.Q, source, to)
+
+                    for _ in range(2):  # the first run makes its tables, the second the views of memory that has grown
+                        run()
+                    counting, network = Allocations(), rank.network
+                    moves = {key: counting.others(getattr(network, key)) for key in ("post", "wait")}
+                    double = copy.copy(kernel)
+                    double.forward, double.backward = counting.others(kernel.forward), counting.others(kernel.backward)
+                    for program in rank._programs[plan].values():
+                        for step in program.steps:
+                            if (work := getattr(step, "work", None)) is not None:
+                                work._runner.kernel = double
+                    with unittest.mock.patch.multiple(network, **moves), counting:
+                        run()
+                    assert counting.seen
+
+                with self.subTest(options=options, kernel=name):
+                    on_all([Executor(rank.transport, rank.network, kernel) for rank in group(4, kernel)], job)
+        with self.assertRaisesRegex(AssertionError, "allocates"), Allocations():
+            torch.ones(1) + 1
 
     def test_a_workspace_that_stays(self) -> None:
         """Also where plans of several sizes take turns."""
@@ -203,13 +283,94 @@ class Runs(unittest.TestCase):
         for words, options in (("reproducible is True", {"reproducible": True}), ("dropout is 0.1", {"dropout": 0.1})):
             with self.assertRaisesRegex(cpattn.Unsupported, words):
                 rank.forward(Plan(CU, HEADS, DIM, kv_heads=KV, **options), **made)  # type: ignore[arg-type]
-        for name in ("sinks", "lse_base", "block_table", "nonsense"):
+        for name in ("sinks", "nonsense"):
             with self.assertRaisesRegex(cpattn.InvalidArgument, f"{name} is set, None is needed: this plan with kernels='math' has only k, lse, o, q, v"):
                 rank.forward(plan, **made, **{name: torch.zeros(HEADS, 1)})
             rank.forward(plan, **made, **{name: None})
         with self.assertRaisesRegex(cpattn.Unsupported, "key_indices is set"):
             rank.forward(plan, **made, key_indices=torch.zeros(64, 1, 3, dtype=torch.int32))
         rank.forward(plan, **made)
+
+    def test_arguments_of_other_ranks(self) -> None:
+        """What `Rank` takes besides tensors is honoured or refused, in each call that takes it."""
+        plan, rank = Plan(CU, HEADS, DIM, kv_heads=KV), group(1, MATH)[0]
+        made = tensors(plan, 0) | {"o": torch.empty(64, HEADS, DIM), "lse": torch.empty(HEADS, 64)}
+        of_forward = {name: made[name] for name in ("q", "k", "v", "o", "lse")}
+        of_backward = made | {"d" + name: torch.empty_like(made[name]) for name in "qkv"}
+        x, wide = torch.empty(64, HEADS, DIM), torch.empty(1, HEADS, 64)
+        calls: dict[str, Any] = {
+            "forward": lambda **more: rank.forward(plan, **of_forward, **more),
+            "backward": lambda **more: rank.backward(plan, **of_backward, **more),
+            "to_heads": lambda **more: rank.to_heads(plan, Side.Q, x, torch.empty_like(x), **more),
+            "to_tokens": lambda **more: rank.to_tokens(plan, Side.Q, x, torch.empty_like(x), **more),
+            "combine": lambda **more: rank.combine(plan, cpattn.CombineTo.ALL, partial_o=x, partial_lse=wide[0], o=torch.empty_like(x), lse=torch.empty(HEADS, 64), **more),
+        }
+        taken = {
+            "dropout_seed": ("forward backward", 3, "dropout_seed is 3, None is needed.* Use kernels=\"cpattn\"[^.]*$"),
+            "key_indices": ("forward backward", torch.zeros(64, 1, 3, dtype=torch.int32), "key_indices is set, None is needed"),
+            "block_table": ("forward", torch.zeros(4, 1, dtype=torch.int32), "block_table is set, None is needed"),
+            "page_size": ("forward", 16, "page_size is 16, None is needed"),
+            "page_stride": ("forward", 16, "page_stride is 16, None is needed"),
+            "lse_base": ("forward backward combine", "base_2", "lse_base is 'base_2', 'natural' is needed"),
+            "stream": (" ".join(calls), 5, "stream is 5, None is needed: cpu has no streams"),
+        }
+        for name, (names, value, words) in taken.items():
+            for call in names.split():
+                with self.subTest(call=call, argument=name), self.assertRaisesRegex(cpattn.Unsupported, words):
+                    calls[call](**{name: value})
+        for call in ("forward", "backward", "combine"):
+            calls[call](lse_base="natural", stream=None)
+        # No argument of `Rank` is missing above: the others are tensors, which `_bind` takes, or honoured.
+        tensors_of = {"q", "k", "v", "o", "lse", "sinks", "d_o", "dq", "dk", "dv", "dsinks", "d_lse", "max_logit", "partial_o", "partial_lse", "source", "to"}
+        for call in calls:
+            names_of_rank = set(inspect.signature(getattr(cpattn.Rank, call)).parameters) - {"self", "plan", "side"} - tensors_of
+            self.assertEqual(names_of_rank, {name for name, (names, *_) in taken.items() if call in names.split()})
+        with self.assertRaisesRegex(cpattn.Unsupported, "dropout is 0.1, 0 is needed; dropout_seed is 3"):
+            rank.forward(Plan(CU, HEADS, DIM, kv_heads=KV, dropout=0.1), **of_forward, dropout_seed=3)
+        for trace, call in (("record", lambda: rank.record(8)), ("trace", rank.gather_trace)):
+            with self.assertRaisesRegex(cpattn.Unsupported, f"{trace} is of cpattn's kernels, and kernels is 'math': use torch.profiler"):
+                call()
+
+    def test_a_stream_of_the_call(self) -> None:
+        """Its operations are enqueued there, not on the current stream."""
+        plan, rank, log = plan_of(OPTIONS[0] | {"ring": 1, "world": 1}), group(1, MATH)[0], []
+        current: list[Any] = []
+
+        class Own(Stream):
+            device = torch.device("cpu")
+
+            def __enter__(self) -> None:
+                super().__enter__()
+                current.append(self)
+
+            def __exit__(self, *_: Any) -> None:
+                current.pop()
+
+        usual, own, communication = (Own(lane, log) for lane in (Lane.COMPUTE, Lane.COMPUTE, Lane.COMMUNICATION))
+        rank._streams, current = Streams(communication, Event, lambda: current[-1]), [usual]
+        rank._workspace = torch.empty(plan.workspace(0, cpattn.Direction.FORWARD), dtype=torch.uint8)
+        rank._room = lambda size: None  # type: ignore[method-assign]
+        q, k, v = (tensors(plan, 0)[name] for name in "qkv")
+        used: list[Any] = []
+        record = Event.record
+
+        def noted(event: Event, stream: Stream) -> None:
+            used.append(stream)
+            record(event, stream)
+
+        with unittest.mock.patch.object(Event, "record", noted):
+            for stream, other in ((None, own), (own, usual)):
+                used.clear()
+                sinks = torch.zeros(HEADS, 1)
+                rank.forward(plan, stream, q=q, k=k, v=v, sinks=sinks, o=torch.empty_like(q), lse=torch.empty(HEADS, len(q)))
+                self.assertIn(usual if stream is None else own, used)
+                self.assertNotIn(other, used)
+        self.assertEqual(current, [usual])
+        with self.assertRaisesRegex(cpattn.InvalidArgument, "stream is 5, a torch.Stream or None is needed"):
+            rank.forward(plan, 5)
+        own.device = torch.device("cuda", 1)
+        with self.assertRaisesRegex(cpattn.InvalidArgument, "stream.device is cuda:1, cpu is needed"):
+            rank.forward(plan, own)
 
     def test_a_capture_is_refused(self) -> None:
         """Before anything is compared or allocated; by the module of the device."""

@@ -6,6 +6,7 @@
 //! - [`mod@reference`]: attention in f64, simple code that all other kernels are tested against;
 //! - [`cpu`]: the CPU's kernels; `cuda`: the CUDA backend (feature `cuda`);
 //! - `merge`, `merge_all`, `sinks`: partial results and the gradients of sinks, on the CPU;
+//! - [`varlen`]: kernels of others, in the place of ours;
 //! - [`Kernels`]: one type for both backends, for callers that choose at run time.
 
 mod check;
@@ -17,6 +18,7 @@ pub(crate) mod merge;
 pub(crate) mod merge_all;
 pub mod reference;
 pub(crate) mod sinks;
+pub mod varlen;
 mod writers;
 
 pub use kernels::Kernels;

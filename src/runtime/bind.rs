@@ -152,13 +152,14 @@ impl Bindings {
     }
 
     /// What a run with these tensors has by its call.
-    pub(super) fn traits(&self) -> [Option<RunTrait>; 2] {
+    pub(super) fn traits(&self) -> [Option<RunTrait>; 3] {
         let keys = match self.keys {
             RawKeys::All => None,
             RawKeys::Pages(_) => Some(RunTrait::Pages),
             RawKeys::Listed(_) => Some(RunTrait::KeyIndices),
         };
-        [keys, (self.lse_base == LseBase::Two).then_some(RunTrait::LseBaseTwo)]
+        let max_logit = !self.get(TensorId::MaxLogit).is_none();
+        [keys, (self.lse_base == LseBase::Two).then_some(RunTrait::LseBaseTwo), max_logit.then_some(RunTrait::MaxLogit)]
     }
 
     /// The shape that a tensor must have: k and v in pages may have any number of rows.

@@ -19,6 +19,7 @@ use crate::{
             listed::{self, KeyLists, ListScratch},
         },
         merge, merge_all, sinks,
+        varlen::{CallTable, KernelCalls},
     },
     plan::Plan,
     report::trace,
@@ -42,6 +43,7 @@ pub(super) unsafe fn run(
     memory: &BufferAddresses,
     keys: KeyRows<'_>,
     scratch: &mut cpu::Scratch,
+    own: Option<&mut KernelCalls>,
 ) -> Result<()> {
     if prepared.expected.used(&memory.tensors).any(|(tensor, ..)| tensor == TensorId::MaxLogit) {
         let all = memory.tensors.get(TensorId::MaxLogit);
@@ -50,10 +52,10 @@ pub(super) unsafe fn run(
             unsafe { *all.heads(head, 1).ptr.cast::<f32>() = f32::NEG_INFINITY };
         }
     }
-    let Prepared { plan, schedule, compute, communication, .. } = prepared;
+    let Prepared { plan, schedule, compute, communication, kernel, .. } = prepared;
     let (plan, schedule) = (&*plan, &*schedule);
     let mut other = |progress: &Progress| {
-        let operations = HostOperations { kernels: None, transport };
+        let operations = HostOperations { kernels: None, own: None, transport };
         // SAFETY: the memory fits the proved schedule and is used by nothing else until this function returns (the
         // contract of `run`); this lane has the listing `communication` to itself.
         unsafe { perform_lane(progress, Lane::Communication, plan, schedule, memory, communication, operations) }
@@ -61,7 +63,9 @@ pub(super) unsafe fn run(
     let other = communicates(schedule).then_some(&mut other as &mut Task<'_>);
     lanes.run(
         |progress| {
-            let operations = HostOperations { kernels: Some((scratch, keys)), transport };
+            let own =
+                own.zip(kernel.as_ref()).map(|(calls, kernel)| OwnKernel { calls, tables: &kernel.tables, op: 0 });
+            let operations = HostOperations { kernels: Some((scratch, keys)), own, transport };
             // SAFETY: the memory fits the proved schedule and is used by nothing else until this function returns (the
             // contract of `run`); this lane has the listing `compute` to itself.
             unsafe { perform_lane(progress, Lane::Compute, plan, schedule, memory, compute, operations) }
@@ -119,10 +123,20 @@ pub(super) enum KeyRows<'a> {
     Listed(KeyLists<'a>, &'a mut ListScratch),
 }
 
-/// Calls the CPU kernels and the transport for one lane. Only the compute lane has tiles for attention.
-pub(super) struct HostOperations<'a> {
-    pub kernels: Option<(&'a mut cpu::Scratch, KeyRows<'a>)>,
-    pub transport: &'a dyn Transport,
+/// The kernel of the caller's that computes the attention of a run.
+struct OwnKernel<'a> {
+    calls: &'a mut KernelCalls,
+    tables: &'a [CallTable],
+    /// The operation that is performed.
+    op: usize,
+}
+
+/// Calls the CPU kernels and the transport for one lane. Only the compute lane has kernels: tiles for attention, and a
+/// kernel of the caller's.
+struct HostOperations<'a> {
+    kernels: Option<(&'a mut cpu::Scratch, KeyRows<'a>)>,
+    own: Option<OwnKernel<'a>>,
+    transport: &'a dyn Transport,
 }
 
 impl<'a> HostOperations<'a> {
@@ -132,7 +146,19 @@ impl<'a> HostOperations<'a> {
 }
 
 impl Operations for HostOperations<'_> {
+    fn begin(&mut self, op: usize, label: Label) {
+        if let Some(own) = &mut self.own {
+            own.op = op;
+            own.calls.begin(label);
+        }
+    }
+
     unsafe fn attend(&mut self, args: &Attend<'_>) -> Result<()> {
+        if let (Some(OwnKernel { calls, tables, op }), Some((scratch, _))) = (&mut self.own, &mut self.kernels) {
+            // SAFETY: the tensors are valid host memory that nothing else uses during the call: the promise of
+            // `Operations`. The table is that of the operation.
+            return unsafe { calls.attend(args, &tables[*op], scratch) };
+        }
         let (scratch, keys) = self.kernels();
         // SAFETY: the tensors are valid host memory that nothing else uses during the call: the promise of
         // `Operations`. The rows of a table are those of k and v (`FoundRows::list`).
@@ -146,6 +172,11 @@ impl Operations for HostOperations<'_> {
     }
 
     unsafe fn attend_backward(&mut self, args: &AttendBackward<'_>) -> Result<()> {
+        if let Some(OwnKernel { calls, tables, op }) = &mut self.own {
+            // SAFETY: the tensors are valid host memory that nothing else uses during the call: the promise of
+            // `Operations`. The table is that of the operation.
+            return unsafe { calls.attend_backward(args, &tables[*op]) };
+        }
         let (scratch, keys) = self.kernels();
         // SAFETY: the tensors are valid host memory that nothing else uses during the call: the promise of
         // `Operations`. k and v in pages have no backward (`check_supported`).
@@ -160,13 +191,23 @@ impl Operations for HostOperations<'_> {
     unsafe fn transform(&mut self, args: &Transform<'_>) -> Result<()> {
         // SAFETY: the tensors are valid host memory that nothing else uses during the call: the promise of
         // `Operations`.
-        unsafe { cpu::transform(args) }
+        unsafe {
+            match &mut self.own {
+                Some(own) => own.calls.transform(args),
+                None => cpu::transform(args),
+            }
+        }
     }
 
     unsafe fn merge(&mut self, args: &Merge) -> Result<()> {
         // SAFETY: the tensors are valid host memory that nothing else uses during the call: the promise of
         // `Operations`.
-        unsafe { merge::merge(&args.o, &args.lse, &args.with_o, &args.with_lse) }
+        unsafe {
+            match &mut self.own {
+                Some(own) => own.calls.merge(args),
+                None => merge::merge(&args.o, &args.lse, &args.with_o, &args.with_lse),
+            }
+        }
     }
 
     unsafe fn merge_all(&mut self, args: &MergeAll<'_>) -> Result<()> {

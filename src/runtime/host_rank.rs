@@ -4,7 +4,7 @@
 //! The calling thread is the compute lane, a thread of the rank is the communication lane ([`lanes`](super::lanes)). A
 //! run returns when it is complete.
 
-use std::{sync::Arc, time::Instant, vec::Vec};
+use std::{boxed::Box, sync::Arc, time::Instant, vec::Vec};
 
 use super::{
     agreement::Agreements,
@@ -26,10 +26,16 @@ use super::{
 use crate::{
     device::Device,
     error::Result,
-    kernel::{cpu, no_sm_margin, no_stream},
+    kernel::{
+        cpu, no_sm_margin, no_stream,
+        varlen::{KernelCalls, VarlenKernel},
+    },
     plan::Plan,
     report::trace,
-    schedule::{Purpose, run_trait::refuse_clashes},
+    schedule::{
+        Purpose,
+        run_trait::{RunTrait, refuse_clashes},
+    },
     transport::{
         Transport,
         carrier::Carrier,
@@ -49,6 +55,8 @@ pub(super) struct HostRank {
     found_rows: FoundRows,
     lists: RankLists,
     natural_lse: NaturalLse,
+    /// A kernel of the caller's for attention.
+    kernel: Option<KernelCalls>,
 }
 
 impl Entry for Prepared {
@@ -71,7 +79,14 @@ impl HostRank {
             found_rows: FoundRows::default(),
             lists: RankLists::default(),
             natural_lse: NaturalLse::default(),
+            kernel: None,
         }
+    }
+
+    /// The same with a kernel of the caller's for attention.
+    pub(super) fn with_kernel(mut self, kernel: impl VarlenKernel + 'static) -> Self {
+        self.kernel = Some(KernelCalls::new(Box::new(kernel), self.transport.rank()));
+        self
     }
 
     /// The index in `prepared` of a run's schedule, which is prepared first if it is not there.
@@ -84,7 +99,11 @@ impl HostRank {
             return Ok(i);
         }
         plan.fits_world(self.transport.world())?;
-        let prepared = Prepared::new(plan, self.transport.rank(), run)?.tagged();
+        let mut prepared = Prepared::new(plan, self.transport.rank(), run)?.tagged();
+        if let Some(kernel) = &self.kernel {
+            kernel.check(plan, run)?;
+            prepared = prepared.computed_by(kernel);
+        }
         self.agreements.reserve(&prepared.schedule.group);
         let p = plan.problem();
         self.scratch.reserve(p.dtype(), p.head_dim() as u32, p.value_dim() as u32);
@@ -184,7 +203,9 @@ impl Backend for HostRank {
     unsafe fn run(&mut self, plan: &Plan, run: Purpose, tensors: &Bindings) -> Result<()> {
         no_stream(tensors.stream)?;
         self.lanes.check_process()?;
-        refuse_clashes(plan, run, &tensors.traits())?;
+        let own_kernel = self.kernel.is_some().then_some(RunTrait::OwnKernel);
+        let [keys, base, max_logit] = tensors.traits();
+        refuse_clashes(plan, run, &[keys, base, max_logit, own_kernel])?;
         // The lists stay with their tokens, so k and v come to them wherever the plan leaves the choice to itself.
         let listed = match (tensors.key_indices(), run) {
             (Some(_), Purpose::Attention(direction)) => plan.for_listed_keys(direction),
@@ -247,7 +268,15 @@ impl Backend for HostRank {
             // SAFETY: the caller's tensors fit the plan (checked above), are valid and used by nothing else during the
             // call (the contract of this function); the workspace is as large as the schedule needs (`work_at`).
             unsafe {
-                host::run(&mut self.lanes, transport, prepared, &memory, keys, &mut self.scratch)?;
+                host::run(
+                    &mut self.lanes,
+                    transport,
+                    prepared,
+                    &memory,
+                    keys,
+                    &mut self.scratch,
+                    self.kernel.as_mut(),
+                )?;
                 natural_lse::write(run, tensors);
             }
             Ok(())

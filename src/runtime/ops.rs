@@ -20,6 +20,8 @@ use crate::{
 
 /// Where operations run. Each call does, or enqueues, one; the lane that calls keeps the order.
 pub(super) trait Operations {
+    /// Comes before an operation of attention, with its index and its name.
+    fn begin(&mut self, _op: usize, _label: Label) {}
     /// See [`Attend`].
     ///
     /// # Safety
@@ -200,6 +202,7 @@ pub(super) unsafe fn perform(
     let at = |view: BufferView| memory.tensor(schedule, view);
     let user = |t: TensorId| *memory.tensors.get(t);
     let step = schedule.ops[op].step;
+    backend.begin(op, Label { operation: schedule.ops[op].kind.name(), step, run: listing.run });
     match &schedule.ops[op].kind {
         OpKind::Delta { delta } => {
             let args = Delta {

@@ -1,14 +1,42 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! A prepared plan: the checked schedule with everything that a run needs; and which prepared plans a rank keeps.
 
-use std::{string::String, vec::Vec};
+use std::{format, string::String, vec::Vec};
 
 use super::{bind::ExpectedTensors, ops::Listing, tags::Tags};
 use crate::{
     error::Result,
+    kernel::varlen::{CallTable, KernelCalls},
     plan::{Fingerprint, Plan},
-    schedule::{Purpose, Schedule, expand::Expansion, verify::one_rank},
+    schedule::{Op, OpKind, Purpose, Schedule, expand::Expansion, verify::one_rank},
 };
+
+/// A kernel of the caller's, and its calls.
+pub(super) struct PreparedKernel {
+    pub name: String,
+    pub fingerprint: u64,
+    /// Those of each operation of the schedule; of what is not attention, none.
+    pub tables: Vec<CallTable>,
+}
+
+impl PreparedKernel {
+    fn new(calls: &KernelCalls, plan: &Plan, schedule: &Schedule) -> Self {
+        let mut expansion = Expansion::new(schedule);
+        let (score, slopes) = (plan.problem().score(), plan.problem().alibi_slopes().is_some());
+        let table = |op: &Op| {
+            match &op.kind {
+                OpKind::Attend(a) => schedule.attend_ranges(a, &mut expansion.scratch),
+                OpKind::Backward(b) => {
+                    schedule.ring_steps(b.side).ranges(b.ring_step as usize, &mut expansion.scratch);
+                }
+                _ => return CallTable::default(),
+            }
+            calls.table(&expansion.scratch.ranges(), &score, slopes)
+        };
+        let tables = schedule.ops.iter().map(table).collect();
+        Self { name: calls.name().into(), fingerprint: calls.fingerprint(), tables }
+    }
+}
 
 /// A schedule with the memory that a run of it needs.
 pub(super) struct Prepared {
@@ -22,6 +50,8 @@ pub(super) struct Prepared {
     pub dropout_seed: Option<u64>,
     /// Heads and entries of the lists of keys of the run that begins, if it has any.
     pub key_indices: Option<[usize; 2]>,
+    /// The kernel of the caller's that computes attention, if there is one.
+    pub kernel: Option<PreparedKernel>,
     /// Whether it is prepared for k and v in pages. On the CPU a run decides.
     pub over_pages: bool,
 }
@@ -40,8 +70,17 @@ impl Prepared {
             schedule,
             dropout_seed: None,
             key_indices: None,
+            kernel: None,
             over_pages: false,
         })
+    }
+
+    /// The same for runs whose attention a kernel of the caller's computes.
+    pub(super) fn computed_by(mut self, calls: &KernelCalls) -> Self {
+        if matches!(self.run, Purpose::Attention(_)) {
+            self.kernel = Some(PreparedKernel::new(calls, &self.plan, &self.schedule));
+        }
+        self
     }
 
     /// The same for runs with tags.
@@ -51,9 +90,10 @@ impl Prepared {
         self
     }
 
-    /// The fingerprint of the plan and the direction, and of the shape of lists of keys.
+    /// The fingerprint of the plan and the direction, of the shape of lists of keys, and of a kernel of the caller's.
     pub(super) fn fingerprint(&self) -> u64 {
-        let fingerprint = self.run.fingerprint(&self.plan);
+        let fingerprint =
+            self.run.fingerprint(&self.plan) ^ self.kernel.as_ref().map_or(0, |kernel| kernel.fingerprint);
         self.key_indices.map_or(fingerprint, |[heads, entries]| {
             let mut h = Fingerprint::new();
             [fingerprint, heads as u64, entries as u64].into_iter().for_each(|word| h.word(word));
@@ -73,7 +113,8 @@ impl Prepared {
 
     /// The run in words, for a disagreement.
     pub(super) fn describe(&self) -> String {
-        self.run.describe_with(&self.plan, self.dropout_seed, self.key_indices)
+        let kernel = self.kernel.as_ref().map_or(String::new(), |kernel| format!(", kernel {:?}", kernel.name));
+        self.run.describe_with(&self.plan, self.dropout_seed, self.key_indices) + &kernel
     }
 
     pub(super) fn is(&self, plan: &Plan, run: Purpose, over_pages: bool) -> bool {

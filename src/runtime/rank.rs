@@ -15,7 +15,7 @@ use super::{
 use crate::{
     device::Device,
     error::Result,
-    kernel::cpu,
+    kernel::{cpu, varlen::VarlenKernel},
     plan::Plan,
     schedule::Purpose,
     transport::{
@@ -67,6 +67,15 @@ impl Rank {
     ) -> Self {
         let scratch = cpu::Scratch::new(workers).with_executor(executor);
         Self { backend: Box::new(HostRank::new(transport, scratch)) }
+    }
+
+    /// Makes a rank whose attention `kernel` computes; the rest is as with [`Rank::new`]. All ranks of a group need the
+    /// same kernel: they compare its name and what it [honours](VarlenKernel::honours) before the first run of a plan.
+    /// What it does not honour is refused before anything moves.
+    ///
+    /// The first run of a plan allocates the packed tensors of the kernel's calls.
+    pub fn with_kernel(transport: impl Transport + 'static, kernel: impl VarlenKernel + 'static) -> Self {
+        Self { backend: Box::new(HostRank::new(transport, cpu::Scratch::new(1)).with_kernel(kernel)) }
     }
 
     /// Sets the instruction set of this rank's CPU kernels; `None` selects the best of the machine, or what the

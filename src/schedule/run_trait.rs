@@ -41,14 +41,19 @@ pub(crate) enum RunTrait {
     KeyIndices,
     /// lse is to base 2.
     LseBaseTwo,
+    /// The largest scores are wanted.
+    MaxLogit,
+    /// A kernel of the caller's computes attention.
+    OwnKernel,
 }
 
 /// The pairs that do not go together, each with the limit and the way out. The second of a pair is what the first is
 /// refused in.
-pub(crate) const CLASHES: [(RunTrait, RunTrait, &str, &str); 14] = {
+pub(crate) const CLASHES: [(RunTrait, RunTrait, &str, &str); 19] = {
     use RunTrait::{AllToAll, Backward, Capture, Combine, Device, Dropout, KeyIndices, Pages, Reproducible, Slices};
-    use RunTrait::{LseBaseTwo, SlopesOfDocuments};
+    use RunTrait::{LseBaseTwo, MaxLogit, OwnKernel, SlopesOfDocuments};
     const NO_KEYS: &str = "it has no keys";
+    const OUR_KERNELS: &str = "use a rank with the library's own kernels, or leave it out";
     [
         (Pages, AllToAll, NO_KEYS, "leave pages out"),
         (Pages, Combine, NO_KEYS, "leave pages out"),
@@ -99,6 +104,11 @@ pub(crate) const CLASHES: [(RunTrait, RunTrait, &str, &str); 14] = {
             "a graph would keep the seed of dropout, and each replay drop the same pairs",
             "run plans with dropout outside of the capture",
         ),
+        (Dropout, OwnKernel, "a kernel does not know which tokens its rows are", OUR_KERNELS),
+        (Pages, OwnKernel, "rows are packed where they lie in k and v", OUR_KERNELS),
+        (KeyIndices, OwnKernel, "a kernel takes rectangles of rows", OUR_KERNELS),
+        (Reproducible, OwnKernel, "the order of a kernel's sums depends on its rows", OUR_KERNELS),
+        (MaxLogit, OwnKernel, "a kernel returns o and lse alone", OUR_KERNELS),
     ]
 };
 
@@ -115,7 +125,13 @@ impl RunTrait {
             Self::Slices => attention && p.batch().slices().is_some(),
             Self::SlopesOfDocuments => attention && p.alibi_rows() > 1,
             Self::Dropout => attention && p.dropout().is_some(),
-            Self::Device | Self::Capture | Self::Pages | Self::KeyIndices | Self::LseBaseTwo => false,
+            Self::Device
+            | Self::Capture
+            | Self::Pages
+            | Self::KeyIndices
+            | Self::LseBaseTwo
+            | Self::MaxLogit
+            | Self::OwnKernel => false,
         }
     }
 
@@ -134,6 +150,8 @@ impl RunTrait {
             Self::Pages => "pages".into(),
             Self::KeyIndices => "key_indices".into(),
             Self::LseBaseTwo => "lse_base 2".into(),
+            Self::MaxLogit => "max_logit".into(),
+            Self::OwnKernel => "a kernel of the caller's".into(),
         }
     }
 
@@ -152,6 +170,8 @@ impl RunTrait {
             Self::Pages => "with pages",
             Self::KeyIndices => "with key_indices",
             Self::LseBaseTwo => "with lse_base 2",
+            Self::MaxLogit => "with max_logit",
+            Self::OwnKernel => "with a kernel of the caller's",
         }
     }
 }

@@ -55,6 +55,8 @@ pub struct Case {
     pub accumulate: bool,
     /// Probability and seed.
     pub dropout: Option<(f64, u64)>,
+    /// What the q of a token is multiplied by.
+    pub q_factor: fn(usize) -> f64,
 }
 
 impl Case {
@@ -114,7 +116,14 @@ impl Case {
             per_q_head: false,
             accumulate: false,
             dropout: None,
+            q_factor: |_| 1.0,
         }
+    }
+
+    /// The size of scores with a q and a k of size 1, where that is more than 1.
+    pub fn magnitude(&self) -> f64 {
+        let factor = (0..self.q_tokens()).map(self.q_factor).fold(1.0, f64::max);
+        (self.score.scale.abs() * factor).max(1.0)
     }
 
     /// Whether each token of q and of k is in some pair; where none may hold NaN, all count: without slices, and in
@@ -213,11 +222,11 @@ pub fn decode(dtype: Dtype, bytes: &[u8]) -> f64 {
 
 impl Numbers {
     pub fn of(case: &Case) -> Self {
-        let rounded = |n, seed| -> Vec<f64> {
-            random(n, seed).into_iter().map(|x| decode(case.dtype, &encode(case.dtype, x))).collect()
-        };
+        let round = |x| decode(case.dtype, &encode(case.dtype, x));
+        let rounded = |n, seed| -> Vec<f64> { random(n, seed).into_iter().map(round).collect() };
         let (tq, tk) = (case.q_tokens(), case.k_tokens());
-        let q = rounded(tq * case.heads * case.head_dim, 1);
+        let row = case.heads * case.head_dim;
+        let q = (0..).zip(random(tq * row, 1)).map(|(i, x)| round(x * (case.q_factor)(i / row))).collect();
         let k = rounded(tk * case.kv_heads * case.head_dim, 2);
         let v = rounded(tk * case.kv_heads * case.value_dim, 3);
         let d_o = rounded(tq * case.heads * case.value_dim, 4);

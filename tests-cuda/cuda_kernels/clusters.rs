@@ -7,7 +7,7 @@
 //! its end. Devices without these kernels refuse the variable.
 
 use crate::case::{Case, Cut};
-use crate::device::{Device, emulated_count};
+use crate::device::{Device, emulated_count, has_kernel};
 use crate::hopper::{alone_with, of};
 use crate::run::forward;
 use cpattn::call::Score;
@@ -16,6 +16,9 @@ use cpattn::{Dtype, Error};
 
 pub const VARIABLE: &str = "CPATTN_CUDA_CLUSTER";
 const ASKED: &[(&str, &str)] = &[(VARIABLE, "1")];
+
+/// The one kernel, which no library has.
+const KERNEL: &str = "hopper_cluster_bf16_128";
 
 /// Head dims of the one shape that has a kernel for clusters.
 const DIMS: (usize, usize) = (128, 128);
@@ -31,7 +34,21 @@ pub fn devices() -> Option<[Device; 2]> {
         refused(with, &["9.0"]);
         return None;
     }
+    if !has_kernel(KERNEL) {
+        apart(with);
+        return None;
+    }
     Some([Device::of(with)?, without])
+}
+
+/// That the device could not be opened, since no library has the kernel, and the message says how to make it.
+#[track_caller]
+fn apart(opened: cpattn::Result<Cuda>) {
+    let error = opened.map(|_| ()).expect_err("no kernel");
+    assert!(matches!(error, Error::Unsupported { .. }), "{error}");
+    let said = error.to_string();
+    let way_out = "ptx/compile --with CLUSTER FOLDER and set CPATTN_CUDA_KERNELS=FOLDER, or unset CPATTN_CUDA_CLUSTER";
+    assert!(said.contains(KERNEL) && said.contains(way_out), "{said}");
 }
 
 /// That the device could not be opened, for want of clusters, and the message names these too.
@@ -235,7 +252,11 @@ fn a_family_without_clusters_is_refused() {
         for opened in [Cuda::new(0), Cuda::with_family(0, Family::Sm80)] {
             refused(opened, &["sm_80 are forced", "CPATTN_CUDA_FAMILY"]);
         }
-        let cuda = Cuda::with_family(0, Family::Sm90a).expect("what a program names comes first");
+        let named = Cuda::with_family(0, Family::Sm90a);
+        if !has_kernel(KERNEL) {
+            return apart(named);
+        }
+        let cuda = named.expect("what a program names comes first");
         assert_eq!(cuda.clusters(Dtype::Bf16, 128, 128), Ok(true));
     }
 }
@@ -256,7 +277,7 @@ fn a_device_without_clusters_is_refused() {
 /// With clusters there is one kernel more to load, and it is loaded where the others are.
 #[test]
 fn kernels_are_prepared() {
-    if alone_with("clusters::kernels_are_prepared", ASKED) && is_hopper() {
+    if alone_with("clusters::kernels_are_prepared", ASKED) && is_hopper() && has_kernel(KERNEL) {
         let Some(device) = Device::open() else { return };
         let Some(before) = emulated_count(c"cuModuleLoadData") else { return };
         let loaded = || emulated_count(c"cuModuleLoadData").expect("asked before") - before;

@@ -21,6 +21,13 @@ macro_rules! ok {
 
 pub(crate) use ok;
 
+/// Whether there is a kernel that no library has (`ptx/compile --with CLUSTER,FORWARD_96_192`): in the folder that the
+/// environment names.
+pub fn has_kernel(name: &str) -> bool {
+    let folder = std::env::var_os("CPATTN_CUDA_KERNELS").map(std::path::PathBuf::from);
+    folder.is_some_and(|folder| folder.join(name).with_extension("ptx").exists())
+}
+
 pub struct Device {
     pub cuda: Arc<Cuda>,
     pub stream: RawStream,
@@ -32,8 +39,12 @@ impl Device {
         Self::of(Cuda::new(0))
     }
 
-    /// The same with the forward kernels for `sm_90a` at every head dim, where the device runs them.
+    /// The same with the forward kernels for `sm_90a` at every head dim, where the device runs them and
+    /// [`has_kernel`] says that there are those of 96 and 192: else these are those for `sm_80`.
     pub fn open_hopper() -> Option<Self> {
+        if !has_kernel("hopper_forward_bf16_96") || !has_kernel("hopper_forward_bf16_192") {
+            return Self::open();
+        }
         Self::of(Cuda::with_family(0, Family::Sm90a).or_else(|_| Cuda::new(0)))
     }
 

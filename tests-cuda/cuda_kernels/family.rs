@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Which family of forward kernels a device takes, how one is forced, and what is said of a driver that refuses it.
 
-use crate::device::{Device, emulated_count};
+use crate::device::{Device, emulated_count, has_kernel};
 use crate::hopper::{alone_with, launch, try_launch};
 use cpattn::kernel::cuda::{Cuda, Family};
 use cpattn::{Dtype, Error};
@@ -88,6 +88,36 @@ fn the_variable_forces_sm_90a_or_is_refused() {
             Ok(cuda) => assert_eq!((families(&cuda), is_hopper), (vec![Family::Sm90a; DIMS.len()], true)),
             Err(error) => assert!(!is_hopper && matches!(error, Error::Unsupported { .. }), "{error}"),
         }
+    }
+}
+
+/// A forward that no library has is refused where it is forced, and the message says how to make it; the kernels of a
+/// folder that has it run.
+#[test]
+fn a_forward_that_no_library_has_is_named() {
+    let test = "family::a_forward_that_no_library_has_is_named";
+    if alone_with(test, &[(Family::VARIABLE, "sm_90a")]) && is_hopper() == Some(true) {
+        let cuda = Cuda::new(0).expect("a device");
+        for (dim, shape) in [(96, "96"), (136, "192"), (192, "192")] {
+            for (dtype, element) in [(Dtype::Bf16, "bf16"), (Dtype::F16, "f16")] {
+                let prepared = cuda.prepare(dtype, dim, dim);
+                if has_kernel(&format!("hopper_forward_bf16_{shape}")) {
+                    prepared.expect("the kernels of the folder");
+                    continue;
+                }
+                let error = prepared.expect_err("no kernel");
+                assert!(matches!(error, Error::Unsupported { .. }), "{error}");
+                let said = error.to_string();
+                for part in [
+                    &format!("kernel hopper_forward_{element}_{shape}"),
+                    "ptx/compile --with FORWARD_96_192 FOLDER and set CPATTN_CUDA_KERNELS=FOLDER",
+                    "unset CPATTN_CUDA_FAMILY",
+                ] {
+                    assert!(said.contains(part), "{said}: no `{part}`");
+                }
+            }
+        }
+        cuda.prepare(Dtype::Bf16, 128, 128).expect("the library's own");
     }
 }
 

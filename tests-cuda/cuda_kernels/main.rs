@@ -19,6 +19,7 @@ mod hopper;
 mod hopper_backward;
 mod hopper_backward_shared;
 mod hopper_walks;
+mod large_scores;
 mod narrow;
 mod repeated;
 mod replaced;

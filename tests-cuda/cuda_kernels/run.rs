@@ -193,7 +193,11 @@ fn compare(case: &Case, what: &str, found: &[f64], expected: &[f64], bound: f64)
     assert_eq!(found.len(), expected.len(), "{what}");
     let error = rms(found.iter().zip(expected).map(|(a, b)| a - b));
     let scale = rms(expected.iter().copied());
-    let limit = bound * case.dtype.unit_roundoff() * scale + 1e-6;
+    // do·v less delta is rounded before it is multiplied by the size of q or k and the scale; with dropout o is not v
+    // exactly, and delta has its rounding.
+    let of_o = if case.dropout.is_some() { case.dtype.unit_roundoff() * (case.value_dim as f64).sqrt() } else { 0.0 };
+    let of_scores = if matches!(what, "dq" | "dk") { (1e-5 + 2.0 * of_o) * (case.magnitude() - 1.0) } else { 0.0 };
+    let limit = bound * case.dtype.unit_roundoff() * scale + 1e-6 + of_scores;
     if error.is_nan() || error > limit {
         let worst = found
             .iter()
@@ -209,8 +213,8 @@ fn compare(case: &Case, what: &str, found: &[f64], expected: &[f64], bound: f64)
 #[derive(Debug, Default, PartialEq)]
 pub struct Found {
     o: Vec<f64>,
-    all: [Vec<f64>; 3],
-    apart: [Vec<f64>; 3],
+    pub all: [Vec<f64>; 3],
+    pub apart: [Vec<f64>; 3],
 }
 
 /// o of a case's forward alone.

@@ -4,6 +4,7 @@
 
 pub mod combined;
 pub mod own;
+pub mod plain_kernel;
 pub mod through;
 
 use std::{sync::Mutex, time::Duration};
@@ -137,6 +138,11 @@ pub fn run<T: Element>(plan: &Plan, data: &Data<T>) -> Result<Results<T>> {
 
 /// As [`run`], on ranks that exist.
 pub fn run_on<T: Element>(ranks: Vec<Rank>, plan: &Plan, data: &Data<T>) -> Result<Results<T>> {
+    run_with(ranks, plan, data, true)
+}
+
+/// As [`run_on`], with the largest scores or without; then those of the results are −∞.
+pub fn run_with<T: Element>(ranks: Vec<Rank>, plan: &Plan, data: &Data<T>, max: bool) -> Result<Results<T>> {
     let p = plan.problem();
     let (hq, hk, d, dv) = (p.heads(), p.kv_heads(), p.head_dim(), p.value_dim());
     // Results start as NaN: a row that nothing writes must show.
@@ -162,7 +168,7 @@ pub fn run_on<T: Element>(ranks: Vec<Rank>, plan: &Plan, data: &Data<T>) -> Resu
                     let v = View::new(&v, tk.len(), hk, dv)?;
                     let sinks = data.sinks.as_deref();
                     // It is written, not raised.
-                    let mut max_logit = vec![f32::MAX; hq];
+                    let mut max_logit = vec![if max { f32::MAX } else { f32::NEG_INFINITY }; hq];
                     let lists = data.key_indices.as_ref();
                     let own = lists.map(|lists| gather(&lists.all, &tq, lists.heads * lists.entries));
                     let keys =
@@ -177,7 +183,7 @@ pub fn run_on<T: Element>(ranks: Vec<Rank>, plan: &Plan, data: &Data<T>) -> Resu
                         ViewMut::head_major(&mut lse, tq.len(), hq)?,
                     )
                     .sinks(sinks)
-                    .max_logit(max_logit.as_mut_slice())
+                    .max_logit(max.then_some(max_logit.as_mut_slice()))
                     .dropout_seed(data.dropout_seed);
                     rank.forward(&plan, tensors.keys(keys))?;
                     let d_lse = data.d_lse.as_ref().map(|all| d_lse_of(all, &tq, &lse, hq));

@@ -11,6 +11,7 @@
 //! - `combine`: partial results merged over the ring; `paged`: k and v in pages; `listed`: keys that each token lists;
 //! - `d_lse`, `lse_base`, `max_logit`, `dropout`, `slopes`: the gradient of lse, its base, the largest scores, dropout
 //!   by token, ALiBi slopes of each document;
+//! - `own_kernel`: attention by a kernel of the caller's;
 //! - `distribution`: plans with the tokens of another plan;
 //! - `slices`: masks made of slices, drawn and by name;
 //! - `few_tokens`: small enough for Miri; `serving`: tokens generated from a cache that is spread over ranks.
@@ -46,6 +47,7 @@ mod max_logit;
 mod new_plan;
 mod nodes;
 mod options;
+mod own_kernel;
 mod padding;
 mod paged;
 mod plan_refusals;

@@ -62,7 +62,7 @@ fn any_batch(r: &mut Random, most: usize) -> Batch {
     batch.with_slices(&list).unwrap()
 }
 
-fn any_problem(r: &mut Random, dtype: Dtype) -> Problem {
+pub fn any_problem(r: &mut Random, dtype: Dtype) -> Problem {
     let batch = any_batch(r, 40);
     // Now and then MLA in its latent form.
     let latent = r.below(24) == 0;
@@ -90,7 +90,7 @@ fn any_problem(r: &mut Random, dtype: Dtype) -> Problem {
 }
 
 /// A mesh, a layout and a form.
-fn any_plan(r: &mut Random, p: &Problem) -> Plan {
+pub fn any_plan(r: &mut Random, p: &Problem) -> Plan {
     let (nodes, per_node) = if r.below(3) == 0 { (2 + r.below(2), 1 + r.below(3)) } else { (1, 1 + r.below(5)) };
     let mesh = mesh(1 + r.below(p.heads()), nodes * per_node);
     let layout = [
@@ -107,7 +107,7 @@ fn any_plan(r: &mut Random, p: &Problem) -> Plan {
 }
 
 /// A number from the environment.
-fn number(variable: &str, otherwise: u64) -> u64 {
+pub fn number(variable: &str, otherwise: u64) -> u64 {
     std::env::var(variable).map_or(otherwise, |n| n.parse().unwrap_or_else(|_| panic!("{variable} is {n}")))
 }
 
@@ -146,7 +146,7 @@ fn any_slices_on_any_mesh() {
 }
 
 /// Puts NaN into the rows of k and v that no query reads.
-fn poison<T: Element>(p: &Problem, data: &mut Data<T>) {
+pub fn poison<T: Element>(p: &Problem, data: &mut Data<T>) {
     let (q, k) = (p.batch().tokens(Side::Q), p.batch().tokens(Side::K));
     for key in 0..k {
         let read = |s: &Slice, q: usize| {

@@ -30,6 +30,7 @@ pub fn create_rank(w: &mut World, b: &mut Bytes) {
             sm_margin: u32::from(b.rarely()),
             isa: if b.rarely() { b.below(9) as i32 - 1 } else { 0 },
             reserved: i32::from(b.rarely()),
+            kernel: null(),
         };
         let mut rank = null_mut();
         let options = if b.byte() & 1 == 0 { null() } else { &raw const options };

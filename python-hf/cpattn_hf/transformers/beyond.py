@@ -12,13 +12,16 @@ import copy
 import inspect
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+import torch
 from transformers import set_seed
 
 from cpattn.errors import InvalidArgument, Unsupported
 from .attention import NAME
+from .prompts import log_probabilities
+from .rollouts import refuse_generators, served
 
 if TYPE_CHECKING:
     from .parallel import ContextParallel
@@ -27,8 +30,8 @@ SFT = "trl.trainer.sft_trainer"
 REWARD = "trl.trainer.reward_trainer"
 GENERATING = ("trl.trainer.grpo_trainer", "trl.trainer.rloo_trainer")
 MODULES = (SFT, REWARD, "trl.trainer.dpo_trainer", "trl.trainer.kto_trainer", *GENERATING)
-# Options of GRPOConfig and RLOOConfig for other ways to generate.
-GENERATORS = ("use_vllm", "use_transformers_continuous_batching")
+# The method of these that computes log-probabilities in all passes.
+SCORES = "_get_per_token_logps_and_entropies"
 
 
 def fused() -> bool:
@@ -38,7 +41,24 @@ def fused() -> bool:
     return hasattr(utils, "add_fused_lm_head")
 
 
-def beyond(cp: ContextParallel, kind: type[Any]) -> type[Any]:
+def refuse_sharing(cp: ContextParallel, kind: type[Any]) -> None:
+    """Refuses `share_prompts` where prompts cannot be computed once."""
+    name = type(cp.model).__name__
+    if kind.compute_loss.__module__ not in GENERATING:
+        raise Unsupported(
+            f"share_prompts is True and the trainer is {kind.__name__}, TRL's GRPOTrainer or RLOOTrainer is needed: for other losses make packs with SharedPrefixCollator"
+        )
+    if (module := getattr(getattr(kind, SCORES, None), "__module__", None)) not in GENERATING:
+        raise Unsupported(
+            f"share_prompts is True, and {kind.__name__} has {SCORES} in {module}, that of TRL 1.16's trainer is needed, in whose place it is: leave share_prompts out"
+        )
+    if cp._mixers:
+        raise Unsupported(f"share_prompts is True, and {name} has layers that mix whole documents, which would go from one completion into the next: leave share_prompts out")
+    if cp._images:
+        raise Unsupported(f"share_prompts is True, and {name} has a part around its text model, which knows no shared prompts: leave share_prompts out")
+
+
+def beyond(cp: ContextParallel, kind: type[Any], share_prompts: bool = False) -> type[Any]:
     """A subclass of one of TRL's trainers. The rest, for batches and evaluation, is in trainer.py."""
     module = kind.compute_loss.__module__
     if module not in (SFT, REWARD) and not fused():
@@ -46,9 +66,11 @@ def beyond(cp: ContextParallel, kind: type[Any]) -> type[Any]:
 
     class Own(kind):  # type: ignore[misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
+            uses_vllm = False
             if module in GENERATING:
-                args, kwargs = _batches(cp, kind, args, kwargs)
-            super().__init__(*args, **kwargs)
+                args, kwargs, uses_vllm = _batches(cp, kind, args, kwargs)
+            with served(cp, module) if uses_vllm else nullcontext():
+                super().__init__(*args, **kwargs)
             self._share_reference()
             if module in GENERATING:
                 # TRL gives each process another seed. Ranks of a replica need the same, that of the process which a replica stands for.
@@ -101,7 +123,7 @@ def beyond(cp: ContextParallel, kind: type[Any]) -> type[Any]:
         if module in GENERATING:
 
             def _generate(self, prompts: list[Any]) -> Any:
-                """All ranks generate, each with the whole model, and take what rank 0 of the group has got."""
+                """All ranks generate, each with the whole model, or get completions of a server; and take what rank 0 of the group has got."""
                 with cp.off():
                     return cp.sent(super()._generate(prompts))
 
@@ -116,6 +138,21 @@ def beyond(cp: ContextParallel, kind: type[Any]) -> type[Any]:
                         return super()._generate_and_score_completions(*args, **kwargs)
                 finally:
                     trl.gather, trl.gather_object = usual, objects
+
+        if share_prompts:
+
+            def _get_per_token_logps_and_entropies(
+                self, model: Any, input_ids: Any, attention_mask: Any, logits_to_keep: int, batch_size: int | None = None, compute_entropy: bool = False,
+                compute_aux_loss: bool = False, **more: Any,
+            ) -> tuple[Any, Any, Any]:  # fmt: skip
+                if present := sorted(name for name, value in more.items() if value is not None):
+                    raise Unsupported(f"share_prompts is True, and the batch has {', '.join(present)}, which is not supported together: leave share_prompts out")
+                parts = []
+                for ids, mask in zip(input_ids.split(batch_size or len(input_ids)), attention_mask.split(batch_size or len(input_ids)), strict=True):
+                    with self.accelerator.autocast():
+                        parts.append(log_probabilities(model, ids, mask, logits_to_keep, compute_entropy, compute_aux_loss))
+                logps, entropies, losses = zip(*parts, strict=True)
+                return torch.cat(logps), torch.cat(entropies) if compute_entropy else None, torch.stack(losses).mean() if compute_aux_loss else None
 
     Own.__name__, Own.__module__ = kind.__name__, kind.__module__
     return Own
@@ -133,14 +170,12 @@ def _refuse_in_memory(given: dict[str, Any]) -> None:
         )
 
 
-def _batches(cp: ContextParallel, kind: type[Any], args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a trainer that generates, with batches for replicas instead of processes."""
+def _batches(cp: ContextParallel, kind: type[Any], args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
+    """The arguments of a trainer that generates, with batches for replicas instead of processes; and whether a server generates."""
     bound = inspect.signature(kind.__init__).bind(None, *args, **kwargs)
     if (given := bound.arguments.get("args")) is None:
         raise InvalidArgument(f"args is needed: the {kind.__name__.replace('Trainer', 'Config')} of the trainer")
-    for name in GENERATORS:
-        if getattr(given, name, False):
-            raise Unsupported(f"{name} is True, which is not supported: leave it out (the model generates), or give rollout_func")
+    refuse_generators(given, bound.arguments)
     given = copy.copy(given)
     given.generation_batch_size //= cp.ranks
     for batch, number in (("generation_batch_size", "num_generations"), ("per_device_eval_batch_size", "num_generations_eval")):
@@ -151,4 +186,4 @@ def _batches(cp: ContextParallel, kind: type[Any], args: Any, kwargs: Any) -> tu
                 f"a batch of {cp.replicas} replicas has {size} prompts ({batch}; ranks of a replica have the same ones), which {parts} ({number}) does not divide"
             )
     bound.arguments["args"] = given
-    return bound.args[1:], bound.kwargs
+    return bound.args[1:], bound.kwargs, bool(getattr(given, "use_vllm", False))

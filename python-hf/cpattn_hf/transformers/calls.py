@@ -10,15 +10,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from cpattn.arguments import flag, instance
+from cpattn import Event
+from cpattn.arguments import flag, instance, whole
 from cpattn.errors import InvalidArgument
-from cpattn.torch.group import refusing
+from cpattn.options import PlanOptions
+from cpattn.plan import Plan
+from cpattn.torch.group import DTYPES, refusing
 from cpattn.torch.group import Collectives
 from .inputs import documents
+from .mtp import Heads, MultiToken
 from .scores import LogProbs, Reader, Scores, spread
+from .timeline import line
 
 if TYPE_CHECKING:
-    from cpattn.torch import GlooTransport
+    from cpattn.torch import Context, GlooTransport
     from .forward import Forward
     from .pooled import Kept
     from .probe import Found
@@ -43,6 +48,11 @@ class Calls:
     _everyone: Collectives | None
     _collectives: Collectives | None
     _number: int
+    _ahead: MultiToken | None
+    _hooks: list[Any]
+    _options: dict[str, Any]
+    _contexts: dict[torch.dtype, Context]
+    _recorded = 0  # the capacity of `record`, 0 before it
 
     def _talk(self) -> Collectives:
         if self._collectives is None:
@@ -51,6 +61,8 @@ class Calls:
 
     def _keep_hidden(self) -> None:
         raise NotImplementedError
+
+    _restore = _again = _keep_hidden
 
     @property
     def transport(self) -> GlooTransport:
@@ -132,9 +144,47 @@ class Calls:
         self._others.append(type(self)(model, **self._alike))
         return self._others[-1]
 
-    def trainer(self, kind: type[Any], *, send_batches: bool = False) -> type[Any]:
+    def trainer(self, kind: type[Any], *, send_batches: bool = False, share_prompts: bool = False) -> type[Any]:
         """A subclass of Trainer or of one of TRL's (SFT, DPO, KTO, reward, GRPO, RLOO) that gives all ranks of a group the same batches. With `send_batches`, rank 0
-        of each group sends its batches to the others, for datasets and collators that draw differently on each rank."""
+        of each group sends its batches to the others, for datasets and collators that draw differently on each rank. With `share_prompts` (GRPO, RLOO), a prompt
+        is computed once for all its completions in a batch of the model."""
         from .trainer import trainer
 
-        return trainer(self, kind, flag("send_batches", send_batches))  # type: ignore[arg-type]
+        return trainer(self, kind, flag("send_batches", send_batches), flag("share_prompts", share_prompts))  # type: ignore[arg-type]
+
+    def record(self, capacity: int = 1 << 16) -> None:
+        """Starts to record operations of attention, at most `capacity` of them for each dtype, for `timeline` and `trace`."""
+        self._talk()
+        self._recorded = whole("capacity", capacity, 1, 2**32)
+        for context in self._contexts.values():
+            context.record(self._recorded)
+
+    def trace(self) -> list[Event]:
+        """The events that the ranks of a group recorded since the last call, on its rank 0, for `cpattn.timeline_svg` and `cpattn.chrome_trace`; on
+        other ranks none. All ranks call it."""
+        self._talk()
+        return [event for context in self._contexts.values() for event in context.trace()]
+
+    def timeline(self) -> str:
+        """The events since the last call in a line, on all ranks of a group: how long attention computed and communicated, how much of that was
+        hidden, bytes, and workspace. Of each the number of the rank with the most. All ranks call it."""
+        events, workspace = self.trace(), 0
+        if self.last is not None:
+            options = {name: value for name, value in self._options.items() if name in PlanOptions.__annotations__}
+            for _, kind in self._found.told:
+                plan = Plan.with_tokens_of(self.last.batch.plan, **{**options, "dtype": DTYPES[self.last.batch.context.dtype], **kind})
+                workspace = max(workspace, *(plan.workspace(rank, way) for rank in range(plan.world) for way in ("forward", "backward")))
+        return str(self.sent(line(events, workspace) if self.rank == 0 else None))
+
+    def mtp(self, heads: Heads | None) -> None:
+        """Heads for tokens further on than the next one (multi-token prediction), modules of yours. In each pass of the model that trains,
+        with labels, `heads(hidden, ahead)` runs after the base model: with this rank's hidden states [1, tokens, hidden size] and
+        `TokensAhead`, which has ids, labels, rows and losses of tokens further on. It returns a loss of the whole batch, made of those of
+        `ahead.loss`, which is added to `loss`; `mtp_loss` has it alone. Not in evaluation. None takes them out. On all ranks."""
+        self._talk()
+        found = None if heads is None else MultiToken(self, heads)  # type: ignore[arg-type]
+        if self._hooks:  # else inside of `off`, which hooks them in at its end
+            self._restore()
+            self._ahead = found
+            self._again()
+        self._ahead = found

@@ -3,19 +3,19 @@
 
 The first token of an answer is predicted from the last token of the prompt, by each answer its own. A token of a pack has one label, so
 the last token before a branching is not in the shared part: each branch begins with a copy of it, at the same position. The copies see
-the same tokens and have the same hidden state as the token would have.
+the same tokens and have the same hidden state as the token would have. Heads that predict further tokens need more of them.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from cpattn.arguments import attempt, listed, refused
+from cpattn.arguments import attempt, listed, refused, whole
 from cpattn.errors import InvalidArgument
 from cpattn import Slice
 from cpattn.slices import checked, moved, tree
@@ -33,18 +33,19 @@ class SharedPrefixCollator:
     All tokens of answers have labels, and tokens of prompts (of nodes without a parent) count with the factor `prompt` in the loss; 0 leaves
     them out. A group or a tree may have `weights`: a factor for each answer or node, or a list with one for each of its tokens. With
     `shared="each"` a token of several answers counts once for each, as if every answer were a row with a copy of all tokens before it;
-    with "once" it counts once.
+    with "once" it counts once. With heads that predict up to `ahead` tokens further on than the next one (`ContextParallel.mtp`), the
+    last `ahead + 1` tokens before a branching are copies.
 
     The result has `input_ids`, `position_ids`, `labels`, `slices` and, unless all factors are 1, `loss_weights`; and `router_weights`, unless all are 1: how
     often a token counts in the loss of a router of experts, which is for each answer or once too, whatever its factor.
     """
 
-    def __init__(self, *, prompt: float = 0.0, shared: str = "each") -> None:
+    def __init__(self, *, prompt: float = 0.0, shared: str = "each", ahead: int = 0) -> None:
         if shared not in ("each", "once"):
             raise refused("shared", shared, "'each' or 'once' is needed")
         if isinstance(prompt, bool) or (factor := attempt(float, prompt)) is None:
             raise refused("prompt", prompt, "a number is needed")
-        self.prompt, self.shared = factor, shared
+        self.prompt, self.shared, self.ahead = factor, shared, whole("ahead", ahead, 0, 2**31)
 
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         pack, slices = _Pack(), list[Slice]()
@@ -73,28 +74,32 @@ class SharedPrefixCollator:
         for i in reversed(range(len(parents))):
             leaves[i] = sum(leaves[child] for child in children[i]) or 1
         starts, runs, lengths, above = [0] * len(parents), dict[int, int](), list[int](), list[int | None]()
+        tails: dict[int, list[_Token]] = {}  # the last tokens of nodes, which each child begins with
         # A node, then all below its first child, ...: so a token that is predicted follows the one that predicts it.
         left = [i for i, parent in reversed(list(enumerate(parents))) if parent is None]
         while left:
             i = left.pop()
             left += reversed(children[i])
-            parent, before = parents[i], len(pack.ids)
+            parent, run = parents[i], list[_Token]()
             times = leaves[i] if self.shared == "each" else 1
-            own = [(token, weight * times) for token, weight in zip(tokens[i], weights[i])]
             if parent is not None:
                 starts[i] = starts[parent] + len(tokens[parent])
-                if len(children[parent]) > 1:
-                    last = pack.held[parent] if i == children[parent][0] else (pack.held[parent][0], 0.0)
-                    first = i == children[parent][0]
-                    pack.add(starts[i] - 1, [last], -1, leaves[i] if self.shared == "each" else int(first))
-            if len(children[i]) > 1:
-                pack.held[i] = (own[-1][0], own[-1][1] if starts[i] + len(own) > 1 else 0.0)
-                own = own[:-1]
-            pack.add(starts[i], own, 0 if parent is None else -1, times)
+                first = i == children[parent][0]
+                for one in tails.get(parent, ()):
+                    count = leaves[i] if self.shared == "each" else one.times * first
+                    run.append(_Token(one.token, one.weight * first, count))
+            begin = starts[i] - len(run)
+            run += [_Token(token, weight * times, times) for token, weight in zip(tokens[i], weights[i])]
+            if parent is None:
+                run[0] = run[0]._replace(weight=0.0)  # nothing predicts it
+            # Only a branching needs copies; what is further above one may be among the last tokens before it.
+            if len(children[i]) > 1 or (children[i] and self.ahead):
+                kept = max(len(run) - 1 - self.ahead, 0)
+                tails[i], run = run[kept:], run[:kept]
+            pack.add(begin, run)
             runs[i] = len(lengths)
-            lengths.append(len(pack.ids) - before)
+            lengths.append(len(run))
             above.append(None if parent is None else runs[parent])
-        pack.held.clear()
         return above, lengths
 
     def _tree(self, name: str, feature: Mapping[str, Any]) -> tuple[list[int | None], list[list[int]], list[list[float]]]:
@@ -135,8 +140,16 @@ class SharedPrefixCollator:
         return parents, tokens, weights
 
 
+class _Token(NamedTuple):
+    """A token of a pack, with its factor in the loss, and how often it counts for a router."""
+
+    token: int
+    weight: float
+    times: int
+
+
 class _Pack:
-    """The lists of a pack. `held` are the last tokens of nodes with several children, with their factors."""
+    """The lists of a pack."""
 
     def __init__(self) -> None:
         self.ids: list[int] = []
@@ -144,14 +157,12 @@ class _Pack:
         self.labels: list[int] = []
         self.weights: list[float] = []
         self.counts: list[int] = []
-        self.held: dict[int, tuple[int, float]] = {}
 
-    def add(self, position: int, tokens: list[tuple[int, float]], first: int, count: int) -> None:
-        """Tokens with their factors, which count so often for a router. Without a factor, and at the place `first`, a token has no label."""
-        for at, (token, weight) in enumerate(tokens):
-            labeled = weight != 0 and at != first
-            self.ids.append(token)
+    def add(self, position: int, tokens: list[_Token]) -> None:
+        """Tokens at these positions. Without a factor a token has no label."""
+        for at, one in enumerate(tokens):
+            self.ids.append(one.token)
             self.positions.append(position + at)
-            self.labels.append(token if labeled else -100)
-            self.weights.append(weight if labeled else 0.0)
-            self.counts.append(count)
+            self.labels.append(one.token if one.weight else -100)
+            self.weights.append(one.weight)
+            self.counts.append(one.times)

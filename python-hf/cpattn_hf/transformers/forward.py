@@ -20,6 +20,9 @@ from .pack import Pack
 from .scores import Reader
 from .views import Views
 
+# A number of 64 bits (of the golden ratio).
+PARTS = 0x9E3779B97F4A7C15
+
 
 @dataclass(eq=False)
 class Forward(Gathers):
@@ -41,10 +44,12 @@ class Forward(Gathers):
     hidden: Tensor | None = None
     outputs: Any = None
     router: Any = None
+    ahead: Tensor | None = None  # the loss of heads for further tokens
     draws: Draws | None = None
     # Whether the model around the text model runs, on the whole batch.
     outer: bool = False
     group: Collectives | None = None
+    part: int = 0  # which part of the heads this rank has (tensor parallelism)
     deals: dict[int, Deal] = field(default_factory=dict)
     longest: int = field(init=False)
     tokens: Tensor = field(init=False)
@@ -58,7 +63,8 @@ class Forward(Gathers):
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, window: Window | Parts, dropout: float = 0.0, **options: Any) -> Tensor:
         if dropout:
-            options |= {"dropout_p": dropout, "dropout_seed": seed_of_call(self.draws).number}
+            # Each part of the heads has masks of its own.
+            options |= {"dropout_p": dropout, "dropout_seed": (seed_of_call(self.draws).number + self.part * PARTS) % 2**64}
         dtype = torch.get_autocast_dtype(v.device.type) if torch.is_autocast_enabled(v.device.type) else v.dtype
         q, k, v = (self.held(x.to(dtype)) for x in (q, k, v))
         batch, (left, right) = self.views.of(dtype, window)

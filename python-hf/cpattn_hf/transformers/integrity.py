@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 WAY_OUT = "each rank would attend to its own tokens alone. Change it before ContextParallel(model), or after close()"
 
+# The function of accelerate.big_modeling that attaches them.
+ACCELERATE = "_attach_context_parallel_hooks."
+
 
 def replaced(module: nn.Module, name: str, function: Any) -> bool:
     """Whether a method of a module is a partial of this function, also inside of what accelerate puts around a forward."""
@@ -51,6 +54,7 @@ class Integrity:
 
     def check(self) -> None:
         """Before a pass."""
+        self._take_over()
         for name, config in self._configs():
             if (given := config._attn_implementation) != NAME and all(config is not one for one in self._others):
                 raise Unsupported(
@@ -59,6 +63,14 @@ class Integrity:
         for module, name, function in (*self._cp._mixers.replaced(), *self._cp._adapters.replaced()):
             if not replaced(module, name, function):
                 raise Unsupported(f"something has replaced {name} of {type(module).__name__}, which ContextParallel had replaced: {WAY_OUT}")
+
+    def _take_over(self) -> None:
+        """Takes the hooks of accelerate's context parallelism away (cp_size of its ParallelismConfig), which drop the masks of layers."""
+        for module in self._cp.model.modules():
+            for number, hook in list(module._forward_pre_hooks.items()):
+                if getattr(hook, "__qualname__", "").startswith(ACCELERATE):
+                    del module._forward_pre_hooks[number]
+                    module._forward_pre_hooks_with_kwargs.pop(number, None)
 
     def begin(self) -> None:
         self._before = self._runs()

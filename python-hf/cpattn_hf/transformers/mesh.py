@@ -2,7 +2,8 @@
 """A `DeviceMesh` of PyTorch as an argument: where a program has made its groups already, ContextParallel takes them.
 
 The dimension "cp" has the ranks that share a pass. Others are replicas with batches of their own (data parallel, of any name): then the group is
-the whole mesh, so that a trainer counts its processes. Dimensions over which something else splits a model are refused.
+the whole mesh, so that a trainer counts its processes. With "tp" it is the ranks with this one's part of the heads (`tensors`). Other dimensions over
+which something splits a model are refused.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from cpattn.torch.group import Members
 
 NAME = "cp"
 # Names of dimensions over which a model or its tokens are split.
-SPLIT = ("tp", "pp", "sp", "ep")
+SPLIT = ("pp", "sp", "ep")
+# That over which heads are split, each rank with a part of the model's weights.
+PARTS = "tp"
 
 
 def group_of(mesh: Any, group: Members, replicas: int) -> tuple[Members, int]:
@@ -37,12 +40,18 @@ def group_of(mesh: Any, group: Members, replicas: int) -> tuple[Members, int]:
     for name in SPLIT:
         if sizes.get(name, 1) > 1:
             raise Unsupported(f"mesh has the dimension {name!r} of {sizes[name]} ranks, which is not supported beside {NAME!r}: make the mesh without it")
-    if mesh.mesh.numel() == sizes[NAME]:
+    if (at := mesh.get_coordinate()) is None:
+        raise InvalidArgument(f"mesh has the ranks {mesh.mesh.flatten().tolist()}, without this one: use ContextParallel on those ranks")
+    ranks, kept = mesh.mesh, list(names)
+    if PARTS in names:  # of the heads: the group has those with this rank's part
+        ranks = ranks.select(kept.index(PARTS), at[kept.index(PARTS)])
+        kept.remove(PARTS)
+    if ranks.numel() == sizes[NAME]:
         return mesh.get_group(NAME), 1
-    ranks = mesh.mesh.movedim(names.index(NAME), -1).flatten().tolist()
-    if any(a >= b for a, b in pairwise(ranks)):
+    members = ranks.movedim(kept.index(NAME), -1).flatten().tolist()
+    if any(a >= b for a, b in pairwise(members)):
         raise Unsupported(
-            f"mesh has the dimensions {sizes} with {NAME!r} not last, so that ranks that share a pass are not consecutive: put {NAME!r} last, or give mesh[{NAME!r}] "
-            "without a trainer"
+            f"mesh has the dimensions {sizes} with {NAME!r} before others than {PARTS!r}, so that ranks that share a pass are not consecutive: put {NAME!r} "
+            f"last, or before {PARTS!r}, or give mesh[{NAME!r}] without a trainer"
         )
-    return ranks, len(ranks) // sizes[NAME]
+    return members, len(members) // sizes[NAME]

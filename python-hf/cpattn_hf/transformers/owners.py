@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
 from torch.nn import DataParallel
 
 from cpattn.arguments import refused
@@ -43,13 +42,6 @@ def refuse_owners(model: Any, members: Sequence[int]) -> None:
         raise refused("model", model, "a model of Transformers is needed, with config and set_attn_implementation")
     refuse_parts(model, members)
     refuse_parallel()
-    whole = {id(parameter) for module in model.modules() if isinstance(module, FSDPModule) for parameter in module.parameters()}  # type: ignore[attr-defined, unused-ignore]
-    split = any(isinstance(parameter, DTensor) and id(parameter) not in whole for parameter in model.parameters())
-    if split or (getattr(model, "_tp_size", None) or 1) > 1:
-        raise Unsupported(
-            f"{kind} has parameters that tensor parallelism has split (tp_plan, parallelize_module): load it without tp_plan, and use "
-            "ContextParallel on all ranks, with fully_shard (FSDP2) where parameters do not fit"
-        )
 
 
 def refuse_pickle(*_: Any) -> Any:

@@ -33,10 +33,11 @@ from .draws import Draws, refuse_layerdrop
 from .dropout import ByPlace
 from .forward import Forward
 from .images import Images
-from .inputs import checked
+from .inputs import LOSSES, checked, loss_of
 from .integrity import Integrity, configs_of
 from .mesh import group_of
 from .mixers import Mixer, Mixers
+from .mtp import MultiToken
 from .owners import refuse_owners, refuse_pickle
 from .pack import TAKEN
 from .pooled import Kept, pools, reader_of
@@ -44,6 +45,7 @@ from .probe import probe
 from .results import results
 from .router import keeps_router
 from .scores import Reader
+from .tensors import Peers
 from .tiles import keeps_hidden
 from .views import Views
 from .zero import at_once, refuse_combining, refuse_parallel
@@ -61,7 +63,8 @@ class ContextParallel(Calls):
 
     `gradients` is how gradients of parameters are combined over the ranks: "mean" (DDP, FSDP, DeepSpeed) or "sum". `replicas` is the
     number of parts of the group, each with its own batches (data parallel); ranks of a replica are consecutive. `mesh`, instead of
-    both, is a DeviceMesh with the dimension "cp", whose other dimensions are replicas. `ulysses`, `ring`, `layout`,
+    both, is a DeviceMesh with the dimension "cp", whose other dimensions are replicas, but for "tp": the parts of the heads of a model that
+    tensor parallelism has split. `ulysses`, `ring`, `layout`,
     `layout_parameter`, `workers`, `timeout`, `communicator`, `kernels` are those of `cpattn.torch.Context`. `kernels="model"` are
     those that the model has (`attn_implementation`). With `tile`, logits exist for `tile` tokens at a time: the loss is the same, and
     no logits are returned. Layers of Transformers' hybrids that mix tokens outside of attention run on any mesh; `mixers` are
@@ -99,6 +102,7 @@ class ContextParallel(Calls):
         self._kept: Kept | None = None
         self._dropouts: ByPlace | None = None
         self._asked: Reader | None = None
+        self._ahead: MultiToken | None = None
         self._others: list[ContextParallel] = []
         self._contexts: dict[torch.dtype, Context] = {}
         self._collectives: Collectives | None = None
@@ -109,17 +113,23 @@ class ContextParallel(Calls):
         self._alike = {"group": group, "mixers": mixers, **settings, **self._options}
         transport = GlooTransport(group, timeout=timeout)
         members = self._all = transport.members
+        self._peers = Peers()
         try:
             with refusing(transport):
-                if dropout not in ("rank", "position"):
-                    raise refused("dropout", dropout, "'rank' (each rank draws its own) or 'position' is needed")
-                self._dropouts = ByPlace(model) if dropout == "position" else None
-                self._look(model, members, replicas, gradients, tile, mixers or {}, vision)
-                self._compare = flag("compare_weights", compare_weights)
-            settings |= {"options": sorted(options.items()), "model": type(model).__name__}
-            compare_settings(transport, settings)
-            if self._compare:
-                same_weights(transport, model)
+                refuse_owners(model, members)
+                self._peers.find(model, members, timeout)
+            with self._peers.refusing():
+                with refusing(transport):
+                    if dropout not in ("rank", "position"):
+                        raise refused("dropout", dropout, "'rank' (each rank draws its own) or 'position' is needed")
+                    self._dropouts = ByPlace(model) if dropout == "position" else None
+                    self._look(model, len(members), replicas, gradients, tile, mixers or {}, vision)
+                    self._compare = flag("compare_weights", compare_weights)
+                settings |= {"options": sorted(options.items()), "model": type(model).__name__}
+                compare_settings(transport, settings)
+                if self._compare:
+                    same_weights(transport, model)
+            self._peers.compare_settings(settings)  # before the trial, which runs with the peers
             with refusing(transport):
                 self._try(model)
             compare_settings(transport, {"model": (type(model).__name__, self._found)})
@@ -144,14 +154,12 @@ class ContextParallel(Calls):
         self._hook()
 
     def _look(
-        self, model: Any, members: Sequence[int], replicas: int, gradients: str, tile: int, mixers: Mapping[type[torch.nn.Module], Mixer], vision: str
+        self, model: Any, ranks: int, replicas: int, gradients: str, tile: int, mixers: Mapping[type[torch.nn.Module], Mixer], vision: str
     ) -> None:
         """The checks that need no other rank, and change nothing."""
-        ranks = len(members)
         names = {*keywords(ContextParallel), *CHOSEN, *RUNS, "plans", "own_tokens", "communicator", "kernels"}
         if unknown := self._options.keys() - names - PlanOptions.__annotations__.keys():
             raise misspelt("ContextParallel", unknown, names)
-        refuse_owners(model, members)
         if gradients not in ("mean", "sum"):
             raise refused("gradients", gradients, "'mean' (DDP, FSDP) or 'sum' is needed")
         self.tile, self.replicas = whole("tile", tile, 0, 2**31), whole("replicas", replicas, 1, ranks)
@@ -167,6 +175,7 @@ class ContextParallel(Calls):
         self._takes = frozenset(inspect.signature(model.forward).parameters)
         self._mixers, self._adapters = Mixers(model, mixers, self._options, self.ranks), Adapters(model)
         self._images = Images(model, vision, self._mixers, self._takes)
+        self._peers.refuse(type(model).__name__, {"layers that mix whole documents": self._mixers, "layers with an adapter": any(self._adapters.replaced()), "images": self._images})
         self._usual = model.config._attn_implementation
 
     def _try(self, model: Any) -> None:
@@ -220,6 +229,8 @@ class ContextParallel(Calls):
             self._contexts[dtype] = Context(group, dtype=dtype, device=self.device, **options)
             if self._collectives is not None:
                 self._contexts[dtype].use_collectives(self._collectives)
+            if self._recorded:
+                self._contexts[dtype].record(self._recorded)
         return self._contexts[dtype]
 
     # Inputs
@@ -231,36 +242,41 @@ class ContextParallel(Calls):
             "all ranks of a group need the same batch. Where each draws its own (random crops or words), cp.trainer(kind, send_batches=True), "
             "or cp.loader(batches) without a trainer, gives all of them that of rank 0"
         )
-        if self._compare:  # with what was added to the model before its first pass, as adapters are
-            same_weights(context.transport, self.model)
-            self._compare = False
-        with refusing(context.transport):
-            refuse_parallel()
-            self._integrity.check()
-            if torch.is_grad_enabled():
-                refuse_combining(self.model, self._alike["gradients"])
-            images = self._images.given(inputs)
-            found, items = checked(self.model, self.config, self._found, inputs, images), inputs.get("num_items_in_batch")
-            if self._kept and (images or inputs.get("input_ids") is None):
-                raise Unsupported(f"{', '.join(sorted(images)) or 'inputs_embeds'} is given to a head that reads one token of each row: it needs input_ids alone")
-            if found.slices is not None and self._mixers:
-                raise Unsupported("slices are given to a model with layers that mix whole documents, which know no slices: give each answer its own prompt")
-            if items is None and found.weights is not None and found.count == 0:
-                raise InvalidArgument("loss_weights of the tokens with a label sum up to 0, by which the loss is divided: give num_items_in_batch, or other weights")
-            if items is not None and (items := attempt(float, given := items)) is None:
-                raise refused("num_items_in_batch", given, "a number is needed")
-            reader = self._asked or reader_of(self, self._kept, inputs)
-            if reader and found.weights is not None:
-                raise Unsupported("loss_weights are given where the loss is not that of labels of tokens: leave them out, and weigh the results")
-            if self._found.pooled and found.slices is not None:
-                raise Unsupported("slices are given to a head that reads one token of each row: give each answer its own row")
-            more = reader.bytes() if reader else b""
-            more += content(self._images.compared(inputs, images)).encode()
-        if self._images:
-            compare_names(context.transport, self._images.names, images, need)
-        compare(context.transport, "inputs", digest(found.bytes() + repr(items).encode() + more), need)
+        with self._peers.refusing():
+            if self._compare:  # with what was added to the model before its first pass, as adapters are
+                same_weights(context.transport, self.model)
+                self._compare = False
+            with refusing(context.transport):
+                refuse_parallel()
+                self._integrity.check()
+                if torch.is_grad_enabled():
+                    refuse_combining(self.model, self._alike["gradients"])
+                images = self._images.given(inputs)
+                found, items = checked(self.model, self.config, self._found, inputs, images), inputs.get("num_items_in_batch")
+                if self._kept and (images or inputs.get("input_ids") is None):
+                    raise Unsupported(f"{', '.join(sorted(images)) or 'inputs_embeds'} is given to a head that reads one token of each row: it needs input_ids alone")
+                if found.slices is not None and self._mixers:
+                    raise Unsupported("slices are given to a model with layers that mix whole documents, which know no slices: give each answer its own prompt")
+                if items is None and found.weights is not None and found.count == 0:
+                    raise InvalidArgument("loss_weights of the tokens with a label sum up to 0, by which the loss is divided: give num_items_in_batch, or other weights")
+                if items is not None and (items := attempt(float, given := items)) is None:
+                    raise refused("num_items_in_batch", given, "a number is needed")
+                reader = self._asked or reader_of(self, self._kept, inputs)
+                if self._ahead:
+                    self._ahead.check(found.labels is not None, reader is not None, bool(images), LOSSES.get(loss_of(self.model), True))
+                if reader and found.weights is not None:
+                    raise Unsupported("loss_weights are given where the loss is not that of labels of tokens: leave them out, and weigh the results")
+                if self._found.pooled and found.slices is not None:
+                    raise Unsupported("slices are given to a head that reads one token of each row: give each answer its own row")
+                more = reader.bytes() if reader else b""
+                more += content(self._images.compared(inputs, images)).encode()
+            if self._images:
+                compare_names(context.transport, self._images.names, images, need)
+            compare(context.transport, "inputs", digest(found.bytes() + repr(items).encode() + more), need)
         views = Views(found, lambda dtype: self._context(dtype).batch(found.cu_seqlens, slices=found.slices), self._found.blocks)
-        forward = Forward(found, views, views.batch(self.model.dtype), items, found.labels, found.weights, reader, group=self._talk())
+        batch = views.batch(self.model.dtype)
+        self._peers.compare_pass(self.model, found.bytes() + repr((items, batch.plan.distribution)).encode() + more)
+        forward = Forward(found, views, batch, items, found.labels, found.weights, reader, group=self._talk(), part=self._peers.number)
         forward.size = reader.tile if reader else self.tile if found.labels is not None else 0
         return forward
 
@@ -313,7 +329,7 @@ class ContextParallel(Calls):
 
     def _ends(self, *_: Any) -> None:
         if (forward := self._whole()) is not None:
-            forward.hidden = forward.router = Current.forward = None
+            forward.hidden = forward.router = forward.ahead = Current.forward = None
             if self._kept:
                 self._kept.restore()
             if forward.draws is not None:
@@ -337,6 +353,9 @@ class ContextParallel(Calls):
         ]
         if self._base is not None and hasattr(self.config, "output_router_logits"):
             self._hooks.append(self._base.register_forward_hook(keeps_router))
+        if self._ahead:
+            run = partial(torch.compiler.disable(MultiToken.__call__), self._ahead)  # type: ignore[no-untyped-call, unused-ignore]
+            self._hooks.append(self._ahead.base.register_forward_hook(run))
         if self._tiles:
             self._keep_hidden()
 
@@ -377,9 +396,13 @@ class ContextParallel(Calls):
             yield
         finally:
             if self.model._cpattn is self:
-                self._adapters.replace()
-                self._attend(NAME)
-                self._hook()
+                self._again()
+
+    def _again(self) -> None:
+        """The changes that `_restore` has undone."""
+        self._adapters.replace()
+        self._attend(NAME)
+        self._hook()
 
     def __reduce__(self) -> Any:
         return refuse_pickle()
@@ -402,3 +425,4 @@ class ContextParallel(Calls):
             if group is not None:
                 group.close()
         self._collectives = self._everyone = None
+        self._peers.close()

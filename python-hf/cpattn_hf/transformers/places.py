@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cpattn import UNLIMITED
@@ -102,6 +103,8 @@ class Places(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
                 index = index.movedim(args[1], 0).flatten(1)[:, 0]
         if func is not aten.embedding.default and size < LEAST:
             return
+        if isinstance(index, DTensor):  # of tensor parallelism, whose ranks all have the same numbers
+            index = index.to_local()
         if isinstance(index, Tensor) and index.dtype != torch.bool and index.numel() == self._positions.numel():
             before = torch.unique(index.flatten() - self._positions).tolist()
             if len(before) == 1:

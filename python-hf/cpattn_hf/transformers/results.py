@@ -47,3 +47,5 @@ def _losses(cp: ContextParallel, model: Any, forward: Forward, out: Any, kwargs:
         out["logits"], part = None, in_tiles(cp, model, forward, kwargs)
     items = forward.items if forward.items is not None else forward.pack.count
     out["loss"] = Total.apply(part, forward.batch.context.transport, cp.factor) / items  # type: ignore[no-untyped-call]
+    if forward.ahead is not None:
+        out["loss"], out["mtp_loss"] = out["loss"] + forward.ahead, forward.ahead.detach()

@@ -66,9 +66,15 @@ def tiles(
             forward.tile, Current.forward = None, outer
         return function(logits, labels, *weights)
 
-    # The same number on all ranks: with FSDP and ZeRO-3, each tile gathers the head's parameters, over the replicas too.
-    number = -(-max(forward.batch.plan.share(rank).q_tokens for rank in range(cp.ranks)) // size)
-    head = model.get_output_embeddings()
+    number = number_of(cp, forward, size, model.get_output_embeddings())
+    each = () if weights is None else (weights.tensor_split(number),)
+    parts = zip(hidden.tensor_split(number, dim=1), forward.labels.tensor_split(number), *each, strict=True)
+    return [checkpoint(part, *one, use_reentrant=False) for one in parts]
+
+
+def number_of(cp: ContextParallel, forward: Forward, size: int, head: Any) -> int:
+    """The number of tiles, the same on all ranks: with FSDP and ZeRO-3, each tile gathers the head's parameters, over the replicas too."""
+    number: int = -(-max(forward.batch.plan.share(rank).q_tokens for rank in range(cp.ranks)) // size)
     if cp.replicas > 1 and (isinstance(head, FSDPModule) or in_parts(head)):
         number = cp._most(number)
     if isinstance(head, FSDPModule) and TorchVersion(torch.__version__) < "2.11":
@@ -76,9 +82,7 @@ def tiles(
             f"tile is {size}, fully_shard wraps the head separately, and torch.__version__ is {torch.__version__}, which does not gather the "
             "head's parameters again for each tile: use PyTorch 2.11 or later, or leave tile out"
         )
-    each = () if weights is None else (weights.tensor_split(number),)
-    parts = zip(hidden.tensor_split(number, dim=1), forward.labels.tensor_split(number), *each, strict=True)
-    return [checkpoint(part, *one, use_reentrant=False) for one in parts]
+    return number
 
 
 def keeps_hidden(usual: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

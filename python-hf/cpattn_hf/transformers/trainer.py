@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import Trainer
 
 from cpattn.errors import InvalidArgument, Unsupported
-from .beyond import MODULES, SFT, beyond, fused
+from .beyond import MODULES, SFT, beyond, fused, refuse_sharing
 from .evaluate import Preprocess, gathered
 
 if TYPE_CHECKING:
@@ -38,24 +39,56 @@ def _reentrant(model: torch.nn.Module, args: Any) -> bool:
 KNOWN = ("transformers.trainer", *MODULES)
 
 
-def trainer(cp: ContextParallel, kind: type[Any], send_batches: bool = False) -> type[Any]:
+def trainer(cp: ContextParallel, kind: type[Any], send_batches: bool = False, share_prompts: bool = False) -> type[Any]:
     if not isinstance(kind, type) or not issubclass(kind, Trainer):
         raise InvalidArgument(f"the trainer is {kind!r}, a subclass of transformers.Trainer is needed")
     mine = kind.compute_loss.__module__
-    if mine not in KNOWN:
-        raise Unsupported(f"{kind.__name__} computes its loss in {mine}, the loss of Trainer or of TRL's SFT, DPO, KTO, reward, GRPO or RLOO trainer is needed")
+    # A subclass of Trainer with a compute_loss around Trainer's, which is looked at in each step.
+    around = mine not in KNOWN and [one.__module__ for one in kind.__mro__ if "compute_loss" in vars(one) and one.__module__ in KNOWN] == ["transformers.trainer"]
+    if mine not in KNOWN and not around:
+        raise Unsupported(
+            f"{kind.__name__} computes its loss in {mine}, the loss of Trainer, with or without a compute_loss around it, or of TRL's SFT, DPO, KTO, reward, GRPO or RLOO "
+            "trainer is needed"
+        )
     # SFTTrainer without a fused head computes its metrics from all logits: then the loss is the model's.
     own = mine in MODULES and (mine != SFT or fused())
     options = OPTIONS if own else {**OPTIONS, "loss_type": (None, "nll", "chunked_nll")}
     usual_kind = kind
+    if share_prompts:
+        refuse_sharing(cp, kind)
     if own:
-        kind = beyond(cp, kind)
+        kind = beyond(cp, kind, share_prompts)
 
     # A prediction step that a subclass has written gets the logits of all tokens from compute_loss.
     usual_step = kind.prediction_step.__module__ in KNOWN
 
-    class ContextParallelTrainer(kind):  # type: ignore[misc]
+    def of_trainer(self: Any, model: Any, inputs: Any, num_items_in_batch: Any) -> tuple[Any, Any]:
+        loss, out = Trainer.compute_loss(self, model, inputs, True, num_items_in_batch)
+        if self.args.average_tokens_across_devices and self.model_accepts_loss_kwargs and num_items_in_batch is not None:
+            loss = loss / cp.ranks  # Trainer multiplied by the number of processes, not of replicas
+        return loss, out
+
+    class Inner(Trainer):
+        """Trainer's loss, where super().compute_loss of a subclass finds it: after it and before Trainer."""
+
+        computed: list[Any]
+
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+            loss, out = of_trainer(self, model, inputs, num_items_in_batch)
+            self.computed.append(loss)
+            return (loss, out) if return_outputs else loss
+
+    bases = (kind, Inner) if around else (kind,)
+
+    class ContextParallelTrainer(*bases):  # type: ignore[misc]
+        computed: list[Any]  # the losses of Inner in a call
+
         def __init__(self, *args: Any, **kwargs: Any) -> None:
+            if cp._peers.ranks:
+                raise Unsupported(
+                    f"the model is split over the ranks {list(cp._peers.ranks)} by tensor parallelism, and cp.trainer has one part of the batch for each process or "
+                    "replica: write the loop yourself (loss.backward(), optimizer.step()), which docs/parallelism.md shows"
+                )
             super().__init__(*args, **kwargs)
             self._refuse_parallelism()
             if callable(self.compute_loss_func) or self.label_smoother is not None:
@@ -84,15 +117,26 @@ def trainer(cp: ContextParallel, kind: type[Any], send_batches: bool = False) ->
                 raise Unsupported(f"gradient_allreduce_op of DeepSpeed's config is {given!r}, which is not supported in a trainer: leave it out")
 
         def _refuse_parallelism(self) -> None:
-            """Trainer itself would split batches over the same ranks, and multiply the loss."""
-            for name in ("sp_size", "cp_size", "tp_size"):
-                if (size := getattr(getattr(self.accelerator, "parallelism_config", None), name, None) or 1) > 1:
+            """Trainer itself would split batches over the same ranks, and multiply the loss. Its context parallelism is this one (`accelerated`)."""
+            config = getattr(self.accelerator, "parallelism_config", None)
+            for name in ("sp_size", "tp_size"):
+                if (size := getattr(config, name, None) or 1) > 1:
                     raise Unsupported(f"{name} of accelerate's ParallelismConfig is {size}, which is not supported together with ContextParallel: leave it out")
+            if (size := getattr(config, "cp_size", None) or 1) > 1 and size != cp.ranks:
+                raise InvalidArgument(
+                    f"cp_size of accelerate's ParallelismConfig is {size}, and ContextParallel has {cp.replicas} groups of {cp.ranks} ranks: give it "
+                    "mesh=config.get_device_mesh(device type), or leave cp_size out"
+                )
 
         def create_accelerator_and_postprocess(self) -> None:
             super().create_accelerator_and_postprocess()
             self._same_batches()
             self._count_once()
+            self.accelerator._prepare_cp = lambda *args: args
+
+        def _prepare_context_parallel_inputs(self, model: Any, inputs: Any) -> Any:
+            """With cp_size, Trainer would cut batches here, for accelerate's own context parallelism."""
+            return nullcontext, inputs
 
         def _build_accelerator_args(self, **more: Any) -> Any:
             """DDP marks a parameter ready twice with find_unused_parameters and reentrant checkpointing. Trainer chooses both together for
@@ -163,13 +207,18 @@ def trainer(cp: ContextParallel, kind: type[Any], send_batches: bool = False) ->
         def compute_loss(
             self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
         ) -> Any:
-            if own:
-                found: Any = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            if own or around:
+                self.computed = []
+                found: Any = super().compute_loss(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
                 loss, out = found if return_outputs else (found, {})
+                if around and not (len(self.computed) == 1 and loss is self.computed[0]):
+                    raise Unsupported(
+                        f"{usual_kind.__name__}.compute_loss of {mine} called super().compute_loss {len(self.computed)} times and returned "
+                        f"{'another' if self.computed else 'its own'} loss; one call is needed, whose loss it returns as it is: what a rank computes beside it is of its own "
+                        "tokens. For log-probabilities of all tokens: cp.logprobs"
+                    )
             else:
-                loss, out = Trainer.compute_loss(self, model, inputs, True, num_items_in_batch)
-            if not own and self.args.average_tokens_across_devices and self.model_accepts_loss_kwargs and num_items_in_batch is not None:
-                loss = loss / cp.ranks  # Trainer multiplied by the number of processes, not of replicas
+                loss, out = of_trainer(self, model, inputs, num_items_in_batch)
             if not return_outputs:
                 return loss
             if out.get("logits") is not None and not self._own_logits:

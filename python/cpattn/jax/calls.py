@@ -33,7 +33,7 @@ from jax.interpreters import ad, batching, mlir
 
 from ..arguments import attempt, refused
 from ..errors import InvalidArgument, Unsupported
-from ..packing import Packing, Told, sinks_of
+from ..packing import Layer, Packing, sinks_of
 from ..plan import Plan
 from ..rank import Rank
 from ..slices import Slice
@@ -66,7 +66,7 @@ class Call(NamedTuple):
     backward o, lse, d_o, and d_lse if lse was asked for."""
 
     context: Context
-    told: Told
+    layer: Layer
     slices: tuple[Slice, ...] | None
     sinks: int  # of each head
     lse: bool
@@ -146,7 +146,7 @@ def _run_all(call: Call, deposits: Sequence[Deposit]) -> list[list[Any]]:
             raise InvalidArgument(f"{mine} on rank 0 and {theirs.removeprefix('cu_seqlens is ')} on rank {deposit.rank}: give the same to all ranks")
     batch = call.context._batch_of(packing_of(ends.tolist(), call.slices))
     batch.check_rows(len(q))
-    plan = batch.layer(q, k, v, call.sinks, call.told)
+    plan = batch.layer(q, k, v, call.sinks, call.layer)
     operation = functools.partial(_backward, call) if call.backward else _forward
     return call.context.on_ranks(lambda number, rank: operation(plan, number, rank, *deposits[number].arrays))
 
@@ -172,30 +172,30 @@ def _accumulator(dtype: Any) -> Any:
 
 
 def _forward(plan: Plan, number: int, rank: Rank, q: Any, k: Any, v: Any, _ends: Any, *sinks: Any) -> list[Any]:
-    rows, held = len(q), plan.share(number).q_tokens
+    rows, tokens = len(q), plan.share(number).q_tokens
     # The rank's tokens come first, then padding rows.
     o = np.zeros((rows, q.shape[1], v.shape[2]), q.dtype)
-    lse = np.empty((q.shape[1], held), _accumulator(q.dtype))
-    given = _tensors(q=q[:held], k=k[:held], v=v[:held], o=o[:held], lse=lse)
-    rank.forward(plan, **given, sinks=_memory(*sinks) if sinks else None)
-    return [o, np.pad(lse, ((0, 0), (0, rows - held)))[:, :, None]]
+    lse = np.empty((q.shape[1], tokens), _accumulator(q.dtype))
+    operands = _tensors(q=q[:tokens], k=k[:tokens], v=v[:tokens], o=o[:tokens], lse=lse)
+    rank.forward(plan, **operands, sinks=_memory(*sinks) if sinks else None)
+    return [o, np.pad(lse, ((0, 0), (0, rows - tokens)))[:, :, None]]
 
 
 def _backward(call: Call, plan: Plan, number: int, rank: Rank, q: Any, k: Any, v: Any, _ends: Any, *more: Any) -> list[Any]:
     *sinks, o, lse, d_o = more[:-1] if call.lse else more
-    held = plan.share(number).q_tokens
+    tokens = plan.share(number).q_tokens
     inputs = {"q": q, "k": k, "v": v, "o": o, "d_o": d_o}
     gradients = {f"d{name}": np.zeros_like(x) for name, x in zip("qkv", (q, k, v))}
-    lse = lse[:, :held, 0].copy()
-    given = _tensors(**{name: x[:held] for name, x in (inputs | gradients).items()}, lse=lse)
+    lse = lse[:, :tokens, 0].copy()
+    operands = _tensors(**{name: x[:tokens] for name, x in (inputs | gradients).items()}, lse=lse)
     results = list(gradients.values())
     if call.lse:
-        d_lse = more[-1][:, :held].copy()
-        given |= _tensors(d_lse=d_lse)
+        d_lse = more[-1][:, :tokens].copy()
+        operands |= _tensors(d_lse=d_lse)
     if sinks:
         dsinks = np.empty(sinks[0].shape, lse.dtype)
-        given |= _tensors(sinks=sinks[0], dsinks=dsinks)
-    rank.backward(plan, **given)
+        operands |= _tensors(sinks=sinks[0], dsinks=dsinks)
+    rank.backward(plan, **operands)
     if sinks:
         # dsinks is already the sum over all ranks, and jax.shard_map sums the results of the ranks.
         results.append(dsinks.astype(np.float32) if number == 0 else np.zeros(dsinks.shape, np.float32))
@@ -273,21 +273,21 @@ Slices = tuple[Slice, ...] | None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def attention(context: Context, told: Told, slices: Slices, with_lse: bool, q: Any, k: Any, v: Any, ends: Any, sinks: Any) -> Any:
+def attention(context: Context, layer: Layer, slices: Slices, with_lse: bool, q: Any, k: Any, v: Any, ends: Any, sinks: Any) -> Any:
     """o, or o and lse [heads, rows]."""
-    return _attend(context, told, slices, with_lse, q, k, v, ends, sinks)[0]
+    return _attend(context, layer, slices, with_lse, q, k, v, ends, sinks)[0]
 
 
-def _attend(context: Context, told: Told, slices: Slices, with_lse: bool, *inputs: Any) -> Any:
-    *given, sinks = inputs
-    given += () if sinks is None else (sinks,)
-    o, lse = operation.bind(*given, call=Call(context, told, slices, sinks_of(sinks), False, False))
-    return (o, lse[:, :, 0]) if with_lse else o, (*given, o, lse)
+def _attend(context: Context, layer: Layer, slices: Slices, with_lse: bool, *inputs: Any) -> Any:
+    *operands, sinks = inputs
+    operands += () if sinks is None else (sinks,)
+    o, lse = operation.bind(*operands, call=Call(context, layer, slices, sinks_of(sinks), False, False))
+    return (o, lse[:, :, 0]) if with_lse else o, (*operands, o, lse)
 
 
-def _gradients(context: Context, told: Told, slices: Slices, with_lse: bool, kept: Any, cotangents: Any) -> Any:
+def _gradients(context: Context, layer: Layer, slices: Slices, with_lse: bool, kept: Any, cotangents: Any) -> Any:
     sinks = kept[4] if len(kept) == 7 else None
-    call = Call(context, told, slices, sinks_of(sinks), with_lse, True)
+    call = Call(context, layer, slices, sinks_of(sinks), with_lse, True)
     dq, dk, dv, *dsinks = operation.bind(*kept, *(cotangents if with_lse else (cotangents,)), call=call)
     return dq, dk, dv, None, dsinks[0] if dsinks else None
 

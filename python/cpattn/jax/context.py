@@ -25,7 +25,7 @@ from ..arguments import attempt, flag, instance, refused, whole
 from .._signature import named
 from ..engine import checked_timeout
 from ..errors import InvalidArgument, Unsupported
-from ..packing import Packed, PackedContext, Packing, kind_of, numbers_of, over_all, sinks_of
+from ..packing import Layer, Packed, PackedContext, Packing, kind_of, numbers_of, over_all, sinks_of
 from ..options import DTYPES, PlanOptions, Side, at_least_1, checked
 from ..plan import Plan
 from ..rank import Rank, local_group, on_all
@@ -148,9 +148,9 @@ class Context(PackedContext):
         jax.shard_map puts lse together with `out_specs` P(None, axis).
         """
         with_lse = flag("return_lse", return_lse)
-        told = (window_left, window_right, scale, softcap, None, slopes_of("alibi_slopes", alibi_slopes))
-        given = {"q": q, "k": k, "v": v, **({} if sinks is None else {"sinks": sinks})}
-        for name, x in given.items():
+        layer = Layer(window_left, window_right, scale, softcap, None, slopes_of("alibi_slopes", alibi_slopes))
+        inputs = {"q": q, "k": k, "v": v, **({} if sinks is None else {"sinks": sinks})}
+        for name, x in inputs.items():
             instance(name, x, jax.Array | np.ndarray, "an array of JAX or NumPy is needed")
             dtype = "float32" if name == "sinks" else str(q.dtype)
             if str(x.dtype) != dtype or dtype not in DTYPES:
@@ -162,11 +162,11 @@ class Context(PackedContext):
             self._check_axis()
         every = None if slices is None else checked_slices("slices", slices)
         # Errors are better raised now than while the program runs.
-        kind_of(q, k, v, DTYPES[str(q.dtype)], sinks_of(sinks), told)
+        kind_of(q, k, v, DTYPES[str(q.dtype)], sinks_of(sinks), layer)
         if not isinstance(cu_seqlens, jax.core.Tracer):
             batch = self._batch_of(calls.packing_of(numbers_of("cu_seqlens", cu_seqlens), every))
             batch.check_rows(len(q))
-            plan = batch.layer(q, k, v, sinks_of(sinks), told)
+            plan = batch.layer(q, k, v, sinks_of(sinks), layer)
             if sinks is not None and (sinks.ndim not in (1, 2) or len(sinks) != plan.heads):
                 raise InvalidArgument(f"sinks has the shape {sinks.shape}, ({plan.heads},) or ({plan.heads}, n) is needed")
         elif cu_seqlens.ndim != 1 or not jnp.issubdtype(cu_seqlens.dtype, jnp.integer):
@@ -174,7 +174,7 @@ class Context(PackedContext):
         ends = jnp.asarray(cu_seqlens)
         over = frozenset() if self.axis is None else _axes(jax.lax.axis_index(self.axis))
         q, k, v, ends, *more = _varying_alike(over, q, k, v, ends, *(() if sinks is None else (sinks,)))
-        return calls.attention(self, told, every, with_lse, q, k, v, ends, more[0] if more else None)
+        return calls.attention(self, layer, every, with_lse, q, k, v, ends, more[0] if more else None)
 
     def _check_axis(self) -> None:
         try:
@@ -257,10 +257,10 @@ class Batch(Packed):
         self.longest = max(shares)
         self.rows = self.longest if rows is None else rows
 
-    def layer(self, q: Any, k: Any, v: Any, sinks: int, told: Sequence[Any]) -> Plan:
+    def layer(self, q: Any, k: Any, v: Any, sinks: int, layer: Layer) -> Plan:
         """The plan of a kind of layer, with this batch's tokens."""
         with self.context._lock:
-            return self._plan_of(kind_of(q, k, v, DTYPES[str(q.dtype)], sinks, told))
+            return self._plan_of(kind_of(q, k, v, DTYPES[str(q.dtype)], sinks, layer))
 
     def check_rows(self, rows: int) -> None:
         """Refuses fewer rows than the longest share."""
@@ -288,17 +288,17 @@ class Batch(Packed):
         """The rows of all ranks, from `whole`, which has one row for each token of the batch; `fill` in padding rows.
         Differentiable."""
         whole = self._check("whole", whole, int(self.cu_seqlens[-1]), "fill", fill)
-        held = np.flatnonzero(self.tokens >= 0)
+        with_tokens = np.flatnonzero(self.tokens >= 0)
         empty = jnp.full((len(self.tokens), *whole.shape[1:]), fill, whole.dtype)
-        sharded: jax.Array = empty.at[held].set(whole[self.tokens[held]])
+        sharded: jax.Array = empty.at[with_tokens].set(whole[self.tokens[with_tokens]])
         return sharded
 
     def unshard(self, sharded: Any) -> jax.Array:
         """The inverse of `shard`: one row for each token of the batch, in its order. Differentiable."""
         sharded = self._check("sharded", sharded, len(self.tokens))
         place = np.empty(int(self.cu_seqlens[-1]), np.int32)
-        held = np.flatnonzero(self.tokens >= 0)
-        place[self.tokens[held]] = held
+        with_tokens = np.flatnonzero(self.tokens >= 0)
+        place[self.tokens[with_tokens]] = with_tokens
         rows: jax.Array = sharded[place]
         return rows
 
@@ -310,14 +310,14 @@ class Batch(Packed):
         return self.shard(jnp.roll(ids, -1).at[ends].set(ignore) if len(ids) else ids, ignore)
 
     def _check(self, name: str, x: Any, rows: int, filling: str = "", fill: Any = 0) -> Any:
-        given = jnp.asarray(x)
-        if given.ndim == 0 or len(given) != rows:
-            raise InvalidArgument(f"{name} has the shape {given.shape}, ({rows}, ...) is needed")
+        array = jnp.asarray(x)
+        if array.ndim == 0 or len(array) != rows:
+            raise InvalidArgument(f"{name} has the shape {array.shape}, ({rows}, ...) is needed")
         if isinstance(fill, enum.Enum):
             raise refused(filling, fill, "a number is needed, not a member of an enum: are two arguments exchanged?")
-        if not _holds(given.dtype, fill):
-            raise refused(filling, fill, f"which {given.dtype} cannot represent: convert {name}, or give another {filling}")
-        return given
+        if not _holds(array.dtype, fill):
+            raise refused(filling, fill, f"which {array.dtype} cannot represent: convert {name}, or give another {filling}")
+        return array
 
 
 def _holds(dtype: Any, number: Any) -> bool:
@@ -325,8 +325,8 @@ def _holds(dtype: Any, number: Any) -> bool:
     if isinstance(number, jax.core.Tracer) or jnp.issubdtype(dtype, jnp.inexact):
         return True
     with np.errstate(invalid="ignore"):
-        held = attempt(lambda: np.asarray(number).astype(dtype))
-    return held is not None and bool(held == number)
+        value = attempt(lambda: np.asarray(number).astype(dtype))
+    return value is not None and bool(value == number)
 
 
 def _varying_alike(over: frozenset[str], *arrays: jax.Array) -> list[jax.Array]:

@@ -30,18 +30,18 @@ def digest(data: bytes) -> int:
 
 def digests(transport: EngineTransport, what: str, mine: int) -> Sequence[int]:
     """The odd numbers of all ranks, in their order. All ranks call it; `what` they are numbers of."""
-    said = transport.agree(0, transport.world, mine)
-    if refusing := [rank for rank, one in enumerate(said) if one == REFUSED]:
+    answers = transport.agree(0, transport.world, mine)
+    if refusing := [rank for rank, one in enumerate(answers) if one == REFUSED]:
         raise InvalidArgument(f"ranks {refusing} of this group refused their {what}: see the error of these ranks")
-    if ending := [rank for rank, one in enumerate(said) if not one & 1]:
+    if ending := [rank for rank, one in enumerate(answers) if not one & 1]:
         raise Disagreement(f"ranks {ending} of this group end a forward pass while rank {transport.rank} begins one: did its previous one fail?", ending[0])
-    return said
+    return answers
 
 
 def compare(transport: EngineTransport, what: str, mine: int, need: str) -> None:
     """Compares a number over the ranks, and raises unless it is equal on all of them."""
-    said = digests(transport, what, mine)
-    if others := [rank for rank, one in enumerate(said) if one != said[0]]:
+    answers = digests(transport, what, mine)
+    if others := [rank for rank, one in enumerate(answers) if one != answers[0]]:
         raise Disagreement(
             f"the {what} of ranks {others} of this group differ from those of rank 0 (this is rank {transport.rank}): {need}", others[0]
         )
@@ -57,10 +57,10 @@ def compare_settings(transport: EngineTransport, settings: Mapping[str, Any]) ->
 def compare_names(transport: EngineTransport, names: Sequence[str], given: Set[str], need: str) -> None:
     """Refuses arguments that only some ranks were given, by their names: those of `names`, which are the same on all ranks."""
     bits = {name: 2 << at for at, name in enumerate(names[:62])}
-    said = digests(transport, "inputs", 1 + sum(bit for name, bit in bits.items() if name in given))
+    answers = digests(transport, "inputs", 1 + sum(bit for name, bit in bits.items() if name in given))
     for name, bit in bits.items():
-        if others := [rank for rank, one in enumerate(said) if bool(one & bit) != bool(said[0] & bit)]:
-            have, lack = ([rank for rank, one in enumerate(said) if bool(one & bit) == has] for has in (True, False))
+        if others := [rank for rank, one in enumerate(answers) if bool(one & bit) != bool(answers[0] & bit)]:
+            have, lack = ([rank for rank, one in enumerate(answers) if bool(one & bit) == has] for has in (True, False))
             raise Disagreement(f"{name} is given on the ranks {have} of this group, and not on {lack} (this is rank {transport.rank}): {need}", others[0])
 
 
@@ -97,10 +97,10 @@ class Total(torch.autograd.Function):
     def forward(ctx: Any, part: Tensor, transport: EngineTransport, factor: float) -> Tensor:
         ctx.factor = factor
         (bits,) = struct.unpack("Q", struct.pack("d", part.item()))
-        said = transport.agree(0, transport.world, bits & ~1)
-        if failed := [rank for rank, one in enumerate(said) if one & 1 or one == REFUSED]:
+        answers = transport.agree(0, transport.world, bits & ~1)
+        if failed := [rank for rank, one in enumerate(answers) if one & 1 or one == REFUSED]:
             raise Disagreement(f"ranks {failed} of this group begin a forward pass while rank {transport.rank} ends one: did their previous one fail?", failed[0])
-        return torch.full_like(part, sum(struct.unpack(f"{len(said)}d", struct.pack(f"{len(said)}Q", *said))))
+        return torch.full_like(part, sum(struct.unpack(f"{len(answers)}d", struct.pack(f"{len(answers)}Q", *answers))))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:

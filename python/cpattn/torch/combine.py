@@ -68,5 +68,5 @@ class Combining:
         merged = o.new_empty(rows, own, dim, dtype=dtype)
         merged_lse = o.new_empty(own, rows, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
         own_sinks = None if sinks is None else sinks.detach().contiguous()
-        self.rank.combine(plan, to, _stream(o), partial_o=_rows(o), partial_lse=lse.detach(), sinks=own_sinks, o=merged, lse=merged_lse)
+        self.rank.combine(plan, to, _stream(self.rank, o), partial_o=_rows(o), partial_lse=lse.detach(), sinks=own_sinks, o=merged, lse=merged_lse)
         return merged, merged_lse

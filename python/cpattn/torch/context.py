@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ..arguments import attempt, flag, instance, one_of, refused, whole
 from .._signature import named
 from ..errors import Error, InvalidArgument
-from ..packing import Packed, PackedContext, Packing, kind_of, over_all, sinks_of
+from ..packing import Layer, Packed, PackedContext, Packing, kind_of, over_all, sinks_of
 from ..options import CHOSEN, RUNS, Circulate, Layout, PlanOptions, Side, at_least_1, checked, kinds_of
 from ..plan import Plan
 from ..rank import Rank
@@ -184,10 +185,10 @@ class Context(PackedContext, Combining):
 
     def _first(self, packing: Packing) -> Plan:
         """A plan that decides which rank holds which tokens."""
-        cu_seqlens, told = packing.cu_seqlens, packing.documents
+        cu_seqlens, documents = packing.cu_seqlens, packing.documents
         if not self._layers:
             try:
-                return self._in_long_runs(Plan(cu_seqlens, world=self.world, **told, **self._kind), packing)
+                return self._in_long_runs(Plan(cu_seqlens, world=self.world, **documents, **self._kind), packing)
             except Error as error:
                 if not self._from_torchrun or "node" not in str(error):
                     raise
@@ -195,7 +196,7 @@ class Context(PackedContext, Combining):
                 raise type(error)(f"{error}. {given}") from error
         how = {name: self._kind[name] for name in RUNS & self._kind.keys()}
         kinds = [(count, {"dtype": self._kind["dtype"], **kind}) for count, kind in self._layers]
-        chosen = Plan.auto_for(cu_seqlens, kinds, world=self.world, **told, **how)[0]
+        chosen = Plan.auto_for(cu_seqlens, kinds, world=self.world, **documents, **how)[0]
         return Plan.with_tokens_of(self._in_long_runs(chosen, packing), **self._kind)
 
     def _in_long_runs(self, plan: Plan, packing: Packing) -> Plan:
@@ -379,8 +380,8 @@ class Batch(Heads, Gathering, Packed):
             of_call_alone = (slopes, keys, self._numbers, context.key)
             results = operators.attention(q, k, v, sinks, largest, seed, *of_call_alone, *numbers)
         else:
-            told = (*numbers, slopes_of("alibi_slopes", alibi_slopes))
-            results = operators.Attention.apply(q, k, v, sinks, self, largest, seed, keys, told)  # type: ignore[no-untyped-call]
+            layer = Layer(*numbers, alibi_slopes=slopes_of("alibi_slopes", alibi_slopes))
+            results = operators.Attention.apply(q, k, v, sinks, self, largest, seed, keys, layer)  # type: ignore[no-untyped-call]
         returned = tuple(x for x, want in zip(results, wanted) if want)
         return returned if len(returned) > 1 else returned[0]
 
@@ -390,13 +391,13 @@ class Batch(Heads, Gathering, Packed):
         kernel = context.kernel if kernels is None else find(kernels, context.device)
         return text if kernel is None else f"{text}\n{explain(self.plan, context.number, kernel, context.device)}"
 
-    def _plan_for(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, told: Sequence[Any], *more: Tensor, listed: bool = False) -> Plan:
+    def _plan_for(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, layer: Layer, *more: Tensor, listed: bool = False) -> Plan:
         """The plan of a kind of layer, with this batch's tokens. It packs messages if the tensors are not contiguous."""
         for name, x, tokens in (("q", q, len(self.tokens)), ("k", k, len(self.k_tokens)), ("v", v, len(self.k_tokens))):
             if x.shape[0] != tokens == x.shape[1]:  # other wrong sizes are refused by the library
                 given = f"{name} has the shape {tuple(x.shape)}, ({tokens}, heads, head_dim) is needed"
                 raise InvalidArgument(f"{given}: {name} is [tokens, heads, head_dim], give {name}.transpose(0, 1)")
-        kind = kind_of(q, k, v, DTYPES[q.dtype], sinks_of(sinks), told)
+        kind = kind_of(q, k, v, DTYPES[q.dtype], sinks_of(sinks), layer)
         if listed and not self._common.get("reproducible"):
             kind |= {side: one_of(side, self._common.get(side, Circulate.AUTO), Circulate) or Circulate.KEYS for side in ("circulate", "circulate_forward")}
         if self._alone_on_ring and not all(x.is_contiguous() for x in (q, k, v, *more)):
@@ -417,8 +418,13 @@ class Batch(Heads, Gathering, Packed):
 
     def shift(self, rows: Tensor, by: int, fill: float) -> Tensor:
         """For each of this rank's tokens, the row that is `by` tokens later in its document (earlier, if negative), which
-        another rank may hold; `fill` if the document has no such token. All ranks call it. Not differentiable."""
-        return self._shift("rows", rows, whole("by", by, -(2**31), 2**31), "fill", fill)
+        another rank may hold; `fill` if the document has no such token. All ranks call it, and the backward pass of rows that need gradients
+        as well."""
+        by = whole("by", by, -(2**31), 2**31)
+        if isinstance(rows, Tensor) and rows.requires_grad and torch.is_grad_enabled():
+            shifted: Tensor = _Shifted.apply(rows, self, by, fill)  # type: ignore[no-untyped-call]
+            return shifted
+        return self._shift("rows", rows, by, "fill", fill)
 
     def _shift(self, name: str, rows: Tensor, by: int, filling: str, fill: float) -> Tensor:
         self._check(name, rows, len(self.tokens))
@@ -438,6 +444,20 @@ class Batch(Heads, Gathering, Packed):
         operators.on_device(self.context, name, tensor)
         if tensor.ndim == 0 or len(tensor) != rows:
             raise InvalidArgument(f"{name} has the shape {tuple(tensor.shape)}, ({rows}, ...) is needed")
+
+
+class _Shifted(torch.autograd.Function):
+    """`Batch.shift` with gradients, which go the other way: each row is read by one row at most."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, batch: Batch, by: int, fill: float) -> Tensor:
+        ctx.batch, ctx.by = batch, by
+        return batch._shift("rows", rows, by, "fill", fill)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator, unused-ignore]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.batch._shift("rows", gradient.contiguous(), -ctx.by, "fill", 0), None, None, None
 
 
 def _tokens_of(plan: Plan) -> str:

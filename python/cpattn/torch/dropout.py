@@ -30,19 +30,19 @@ def dropout_mask(p: float, seed: int | Tensor, heads: int, q_tokens: int, k_toke
     p, seed, heads = probability("p", p), seed_of("seed", seed), whole("heads", heads, 1, 2**16)
     q_tokens = whole("q_tokens", q_tokens, 0, 2**31)
     k_tokens = q_tokens if k_tokens is None else whole("k_tokens", k_tokens, 0, 2**31)
-    kept = torch.ones(heads, q_tokens, k_tokens, dtype=torch.bool)
-    if kept.numel():
-        for head, rows in enumerate(kept):
-            said = dropout.dropout_mask(p, seed, head, q_tokens, k_tokens)
-            rows.copy_(torch.frombuffer(bytearray(said), dtype=torch.bool).view(q_tokens, k_tokens))
-    return kept
+    mask = torch.ones(heads, q_tokens, k_tokens, dtype=torch.bool)
+    if mask.numel():
+        for head, rows in enumerate(mask):
+            bits = dropout.dropout_mask(p, seed, head, q_tokens, k_tokens)
+            rows.copy_(torch.frombuffer(bytearray(bits), dtype=torch.bool).view(q_tokens, k_tokens))
+    return mask
 
 
 def probability(name: str, p: Any) -> float:
     """A probability of dropout."""
-    if not 0 <= (given := number(name, p)) < 1:
+    if not 0 <= (value := number(name, p)) < 1:
         raise refused(name, p, "a probability from 0 up to, but not including, 1 is needed")
-    return given
+    return value
 
 
 def seed_of(name: str, seed: Any) -> int:
@@ -63,8 +63,8 @@ def of_call(p: float | None, seed: int | Tensor | None, of_context: float) -> Te
     if isinstance(seed, Tensor):
         seed = _one("dropout_seed", seed)
     elif seed is not None:
-        given = whole("dropout_seed", seed, 0, 2**64 - 1)
-        seed = torch.tensor(given - 2**64 if given >= 2**63 else given, dtype=torch.int64)
+        value = whole("dropout_seed", seed, 0, 2**64 - 1)
+        seed = torch.tensor(value - 2**64 if value >= 2**63 else value, dtype=torch.int64)
     if not p:
         return None
     return torch.randint(2**63 - 1, (), dtype=torch.int64) if seed is None else seed

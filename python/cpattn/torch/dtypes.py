@@ -15,5 +15,5 @@ TORCH_DTYPES = {of_plan: dtype for dtype, of_plan in DTYPES.items()}
 
 def holds(dtype: torch.dtype, number: object) -> bool:
     """Whether the type can represent the number, rounded if it is a float type. PyTorch would silently round it to an integer."""
-    held = attempt(lambda: torch.empty(2, dtype=dtype).fill_(number)[0].item())  # type: ignore[call-overload]
-    return held is not None and (dtype.is_floating_point or dtype.is_complex or bool(held == number))
+    value = attempt(lambda: torch.empty(2, dtype=dtype).fill_(number)[0].item())  # type: ignore[call-overload]
+    return value is not None and (dtype.is_floating_point or dtype.is_complex or bool(value == number))

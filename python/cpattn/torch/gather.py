@@ -235,9 +235,9 @@ class Gathering:
         """Which rows this rank's tokens read by the mask of the batch, and a window, the context's unless it is given: with
         `side="k"` rows of k tokens, which its q tokens read; with `side="q"` rows of q tokens that read its k tokens. Cached."""
         context, side = self.context, one_of("side", side, Side)
-        told = context._kind
-        left = told.get("window_left", UNLIMITED) if window_left is None else window("window_left", window_left)
-        usual = told.get("window_right", 0 if self.packing.slices is None else UNLIMITED)
+        kind = context._kind
+        left = kind.get("window_left", UNLIMITED) if window_left is None else window("window_left", window_left)
+        usual = kind.get("window_right", 0 if self.packing.slices is None else UNLIMITED)
         right = usual if window_right is None else window("window_right", window_right)
 
         def make() -> Bands:
@@ -304,8 +304,8 @@ class Gathering:
             if one.ndim == 0 or len(one) != reads.given:
                 raise InvalidArgument(f"x has the shape {tuple(one.shape)}, ({reads.given}, ...) is needed: a row for each of this rank's tokens")
         if context.world > 1:
-            told = repr((what, self.packing.numbers(), self.plan.distribution, [(tuple(one.shape[1:]), one.dtype) for one in x]))
-            mine = int.from_bytes(hashlib.blake2b(told.encode(), digest_size=8).digest(), "little")
+            call = repr((what, self.packing.numbers(), self.plan.distribution, [(tuple(one.shape[1:]), one.dtype) for one in x]))
+            mine = int.from_bytes(hashlib.blake2b(call.encode(), digest_size=8).digest(), "little")
             said = context.transport.agree(0, context.world, mine)
             if others := [rank for rank, one in enumerate(said) if one != said[0]]:
                 raise Disagreement(

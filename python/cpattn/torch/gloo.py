@@ -33,7 +33,7 @@ from ..errors import InvalidArgument, Unsupported
 from ..ring import Link
 
 # The number of transports that each group of global ranks has made.
-_made: defaultdict[tuple[int, ...], Iterator[int]] = defaultdict(count)
+_numbers: defaultdict[tuple[int, ...], Iterator[int]] = defaultdict(count)
 # A group of PyTorch's, or None, the default group, or the global ranks of one.
 Members = dist.ProcessGroup | Sequence[int] | None
 _FOREVER = timedelta(days=30)
@@ -53,8 +53,8 @@ def members_of(group: Members) -> tuple[int, ...]:
     elif group is None or isinstance(group, dist.ProcessGroup):
         members = tuple(dist.get_process_group_ranks(group)) if dist.get_rank(group) >= 0 else ()
     else:
-        given: Any = group
-        members = attempt(lambda: tuple(whole("group", rank, 0, dist.get_world_size() - 1) for rank in given))
+        ranks: Any = group
+        members = attempt(lambda: tuple(whole("group", rank, 0, dist.get_world_size() - 1) for rank in ranks))
         if not members or any(b <= a for a, b in pairwise(members)):
             needed = f"a process group, None or ascending global ranks below {dist.get_world_size()} are needed"
             raise refused("group", group, needed)
@@ -65,20 +65,20 @@ def members_of(group: Members) -> tuple[int, ...]:
 
 def _next_name(members: tuple[int, ...]) -> str:
     """A name that no other group has. Members make their groups in the same order, so all of them compute the same name."""
-    return f"cpattn/{','.join(map(str, members))}/{next(_made[members])}"
+    return f"cpattn/{','.join(map(str, members))}/{next(_numbers[members])}"
 
 
 def another(store: Any) -> Any:
     """A store over a connection of its own. PyTorch asks a name server for the names of both ends: that takes 5 seconds or more where it
     does not answer, which is said meanwhile, since nothing else would tell why a program stands still."""
-    said = threading.Timer(SLOW, _say)
-    said.daemon = True
+    notice = threading.Timer(SLOW, _say)
+    notice.daemon = True
     with suppress(RuntimeError):  # no thread can start
-        said.start()
+        notice.start()
     try:
         return store.clone()
     finally:
-        said.cancel()
+        notice.cancel()
 
 
 def _say() -> None:
@@ -150,7 +150,7 @@ class Gloo(Engine):
     def open(self) -> None:
         base: Any = c10d._get_default_store()
         try:
-            self._heard, self._said = (c10d.PrefixStore(f"{self._name}/blame", another(base)) for _ in range(2))
+            self._waiting, self._reports = (c10d.PrefixStore(f"{self._name}/blame", another(base)) for _ in range(2))
         except AttributeError as error:  # stores of some versions have no clone
             raise RuntimeError(str(error)) from error
 
@@ -172,14 +172,14 @@ class Gloo(Engine):
                 group.recv([never], (self.rank + 1) % self.world, _NEVER).wait(timedelta(milliseconds=1))
 
     def put(self, key: str, value: bytes) -> bytes:
-        there: bytes = self._said.compare_set(key, "", value.decode())
+        there: bytes = self._reports.compare_set(key, "", value.decode())
         return there
 
     def get(self, key: str) -> bytes | None:
-        return self._said.get(key) if self._said.check([key]) else None
+        return self._reports.get(key) if self._reports.check([key]) else None
 
     def wait_for(self, key: str) -> None:
-        self._heard.wait([key], _FOREVER)
+        self._waiting.wait([key], _FOREVER)
 
     def release(self) -> None:
         self._group = None  # closes the connections

@@ -49,10 +49,10 @@ class Heads:
 
     def _mixing(self, heads: int | None, kv_heads: int | None) -> Plan:
         """The plan of a layer that mixes whole documents."""
-        told = self.context._kind
+        kind = self.context._kind
         if heads is None and kv_heads is None:
-            kv_heads = told.get("kv_heads")
-        heads = told["heads"] if heads is None else at_least_1("heads", heads)
+            kv_heads = kind.get("kv_heads")
+        heads = kind["heads"] if heads is None else at_least_1("heads", heads)
         kv_heads = heads if kv_heads is None else at_least_1("kv_heads", kv_heads)
         return self._plan_of({"kind": Kind.OTHER, "heads": heads, "kv_heads": kv_heads, "passes": 1})
 

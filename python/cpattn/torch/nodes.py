@@ -65,14 +65,14 @@ def _word(options: Mapping[str, Any]) -> int:
 
 def _differing(words: Sequence[int]) -> str:
     """The text of the error for different words, the same on all ranks."""
-    given: dict[int, list[int]] = {}
+    ranks_of: dict[int, list[int]] = {}
     for rank, word in enumerate(words):
-        given.setdefault(word, []).append(rank)
+        ranks_of.setdefault(word, []).append(rank)
     found, sizes = [], []
-    for word, ranks in given.items():
+    for word, ranks in ranks_of.items():
         source, size = _SOURCES[word // _BASE], word % _BASE - 1
-        told = (f"{source} {size}" if size >= 0 else f"an invalid {source}") if source else f"neither {ARGUMENT} nor {TORCHRUN}"
-        found.append(f"{told} on {_runs(ranks)}")
+        setting = (f"{source} {size}" if size >= 0 else f"an invalid {source}") if source else f"neither {ARGUMENT} nor {TORCHRUN}"
+        found.append(f"{setting} on {_runs(ranks)}")
         sizes.append(size)
     common = math.gcd(*sizes) if min(sizes) > 0 else 1
     fits = f"{common}, which divides all of these" if common > 1 else "a number that divides the ranks of each node"

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 from weakref import WeakValueDictionary
 
 import torch
@@ -27,7 +27,7 @@ except ImportError as error:
 
 from ..arguments import instance
 from ..errors import InvalidArgument, InvalidHandle, Unsupported
-from ..packing import Packing, Told
+from ..packing import Layer, Packing
 from ..options import Side
 from ..plan import Plan
 from ..rank import Rank
@@ -65,9 +65,9 @@ def _rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def _stream(tensor: Tensor) -> int | None:
-    """PyTorch's current stream."""
-    if not tensor.is_cuda:
+def _stream(rank: Rank | Executor, tensor: Tensor) -> int | None:
+    """PyTorch's current stream, which an executor finds itself."""
+    if not tensor.is_cuda or not isinstance(rank, Rank):
         return None
     stream: int = torch.cuda.current_stream(tensor.device).cuda_stream
     return stream
@@ -88,20 +88,20 @@ def _forward(
     largest: bool,
     seed: Tensor | None,
     keys: Tensor | None,
-    told: Told,
+    layer: Layer,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """o, lse, and the largest scores, which are empty unless they are asked for."""
     q, k, v = map(_rows, (q, k, v))
     o, lse, max_logit = _results(q, k, v, sinks, largest)
     sinks = None if sinks is None else sinks.detach().contiguous()
-    given: dict[str, Any] = {"max_logit": max_logit} if largest else {}
+    operands: dict[str, Any] = {"max_logit": max_logit} if largest else {}
     if seed is not None:
-        given["dropout_seed"] = known(seed_of("dropout_seed", seed))
+        operands["dropout_seed"] = known(seed_of("dropout_seed", seed))
     if keys is not None:
-        given["key_indices"] = keys
-    plan = batch._plan_for(q, k, v, sinks, told, listed=keys is not None)
+        operands["key_indices"] = keys
+    plan = batch._plan_for(q, k, v, sinks, layer, listed=keys is not None)
     batch.context.runs += 1
-    batch.context.rank.forward(plan, _stream(q), q=q, k=k, v=v, sinks=sinks, o=o, lse=lse, **given)
+    batch.context.rank.forward(plan, _stream(batch.context.rank, q), q=q, k=k, v=v, sinks=sinks, o=o, lse=lse, **operands)
     return o, lse, max_logit
 
 
@@ -122,24 +122,25 @@ def _backward(
     d_lse: Tensor | None,
     seed: Tensor | None,
     keys: Tensor | None,
-    told: Told,
+    layer: Layer,
 ) -> tuple[Tensor, ...]:
     """dq, dk, dv and dsinks. dsinks is empty without sinks. The gradient of o or that of lse may be None: it was not used."""
     d_o, q, k, v, o = map(_rows, (torch.zeros_like(o) if d_o is None else d_o, q, k, v, o))
     lse = lse.detach()
     dq, dk, dv, dsinks = _gradients(d_o, q, k, v, sinks)
-    given: dict[str, Any] = {"q": q, "k": k, "v": v, "o": o, "lse": lse, "d_o": d_o, "dq": dq, "dk": dk, "dv": dv}
+    operands: dict[str, Any] = {"q": q, "k": k, "v": v, "o": o, "lse": lse, "d_o": d_o, "dq": dq, "dk": dk, "dv": dv}
     if sinks is not None:
-        given |= {"sinks": sinks.detach().contiguous(), "dsinks": lse.new_empty(sinks.shape)}
+        operands |= {"sinks": sinks.detach().contiguous(), "dsinks": lse.new_empty(sinks.shape)}
     if d_lse is not None:
-        given["d_lse"] = d_lse.detach()
+        operands["d_lse"] = d_lse.detach()
     if seed is not None:
-        given["dropout_seed"] = seed_of("dropout_seed", seed)
+        operands["dropout_seed"] = seed_of("dropout_seed", seed)
     if keys is not None:
-        given["key_indices"] = keys
-    batch.context.rank.backward(batch._plan_for(q, k, v, sinks, told, d_o, listed=keys is not None), _stream(q), **given)
+        operands["key_indices"] = keys
+    rank = batch.context.rank
+    rank.backward(batch._plan_for(q, k, v, sinks, layer, d_o, listed=keys is not None), _stream(rank, q), **operands)
     if sinks is not None:
-        dsinks.copy_(given["dsinks"]) if batch.context.number == 0 else dsinks.zero_()
+        dsinks.copy_(operands["dsinks"]) if batch.context.number == 0 else dsinks.zero_()
     return dq, dk, dv, dsinks
 
 
@@ -155,25 +156,26 @@ class Attention(torch.autograd.Function):
         largest: bool,
         seed: Tensor | None,
         keys: Tensor | None,
-        told: Told,
+        layer: Layer,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        o, lse, max_logit = _forward(batch, q, k, v, sinks, largest, seed, keys, told)
+        o, lse, max_logit = _forward(batch, q, k, v, sinks, largest, seed, keys, layer)
         ctx.save_for_backward(q, k, v, sinks, o, lse, seed, keys)
         ctx.mark_non_differentiable(max_logit)
         ctx.set_materialize_grads(False)
-        ctx.batch, ctx.told = batch, told
+        ctx.batch, ctx.layer = batch, layer
         return o, lse, max_logit
 
     @staticmethod
     def backward(ctx: Any, d_o: Tensor | None, d_lse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, o, lse, seed, keys = ctx.saved_tensors
-        *gradients, dsinks = _backward(ctx.batch, d_o, q, k, v, sinks, o, lse, d_lse, seed, keys, ctx.told)
+        *gradients, dsinks = _backward(ctx.batch, d_o, q, k, v, sinks, o, lse, d_lse, seed, keys, ctx.layer)
         if sinks is not None:
             gradients.append(dsinks)
         if torch.is_grad_enabled():  # the gradients are to be differentiated
             # They depend on the anchor, so that PyTorch does not treat them as constants.
             gradients = _Once.apply(torch.empty(0, requires_grad=True), *gradients)  # type: ignore[no-untyped-call]
-        return (*gradients, None, None, None, None, None, None)[:9]
+        # None for sinks that are not given, and for the arguments after them.
+        return *gradients, *(None,) * (len(ctx.needs_input_grad) - len(gradients))
 
 
 class _Once(torch.autograd.Function):
@@ -216,21 +218,22 @@ def _keep_order() -> None:
 
 
 def _operator(name: str, inputs: str, outputs: str, function: Any, fake: Any) -> Any:
-    told = "Tensor packing, int context, int? window_left, int? window_right, float? scale, float? softcap, float? dropout"
-    schema = f"({inputs}, {told}) -> ({outputs})"
+    batch = "Tensor packing, int context"
+    schema = f"({inputs}, {batch}, {_NUMBERS}) -> ({outputs})"
     operator = torch.library.custom_op(f"cpattn::{name}", function, mutates_args=(), schema=schema)
     operator.register_effect(EffectType.ORDERED)
 
-    def shapes(*given: Any) -> Any:
+    def shapes(*operands: Any) -> Any:
         _keep_order()
-        return fake(*given)
+        return fake(*operands)
 
     operator.register_fake(shapes)
     return operator
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    q, k, v, sinks, _, seed, slopes, keys, packing, *ctx.rest = inputs
+    q, k, v, sinks, _, seed, slopes, keys, packing, *ctx.numbers = inputs
+    ctx.inputs = len(inputs)
     ctx.save_for_backward(q, k, v, sinks, *output[:2], seed, slopes, keys, packing)
     ctx.mark_non_differentiable(output[2])
     ctx.set_materialize_grads(False)
@@ -238,8 +241,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
 
 def _attention_backward(ctx: Any, d_o: Tensor | None, d_lse: Tensor | None, _: None) -> tuple[Any, ...]:
     *saved, seed, slopes, keys, packing = ctx.saved_tensors
-    *gradients, dsinks = attention_backward(d_o, *saved, d_lse, seed, slopes, keys, packing, *ctx.rest)
-    return *gradients, None if saved[3] is None else dsinks, *(None,) * 11
+    *gradients, dsinks = attention_backward(d_o, *saved, d_lse, seed, slopes, keys, packing, *ctx.numbers)
+    return *gradients, None if saved[3] is None else dsinks, *(None,) * (ctx.inputs - 4)
 
 
 def slopes_tensor(slopes: Any) -> Tensor | None:
@@ -249,18 +252,21 @@ def slopes_tensor(slopes: Any) -> Tensor | None:
     return slopes if slopes is None or isinstance(slopes, Tensor) else torch.tensor(slopes, dtype=torch.float32)
 
 
-def _told(slopes: Tensor | None, told: Any) -> Told:
-    """What an operator is told: slopes come as a tensor, whose values a graph does not know."""
-    return (*told, slopes_of("alibi_slopes", slopes))
+def _layer(slopes: Tensor | None, numbers: Any) -> Layer:
+    """The layer's options: slopes are a tensor of the operator's, whose values a graph does not know."""
+    return Layer._make((*numbers, slopes_of("alibi_slopes", slopes)))
 
 
+# The options of a layer that are numbers, as a schema has them.
+_KINDS = get_type_hints(Layer).items()
+_NUMBERS = ", ".join(f"{'int' if int in get_args(kind) else 'float'}? {name}" for name, kind in _KINDS if name != "alibi_slopes")
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? sinks"
 attention = _operator(
     "attention",
     f"{_INPUTS}, bool largest, Tensor? seed, Tensor? slopes, Tensor? keys",
     "Tensor, Tensor, Tensor",
-    lambda q, k, v, sinks, largest, seed, slopes, keys, packing, context, *told: _forward(
-        _batch(packing, context), q, k, v, sinks, largest, seed, keys, _told(slopes, told)
+    lambda q, k, v, sinks, largest, seed, slopes, keys, packing, context, *numbers: _forward(
+        _batch(packing, context), q, k, v, sinks, largest, seed, keys, _layer(slopes, numbers)
     ),
     _results,
 )
@@ -268,8 +274,8 @@ attention_backward = _operator(
     "attention_backward",
     f"Tensor? d_o, {_INPUTS}, Tensor o, Tensor lse, Tensor? d_lse, Tensor? seed, Tensor? slopes, Tensor? keys",
     "Tensor, Tensor, Tensor, Tensor",
-    lambda d_o, q, k, v, sinks, o, lse, d_lse, seed, slopes, keys, packing, context, *told: _backward(
-        _batch(packing, context), d_o, q, k, v, sinks, o, lse, d_lse, seed, keys, _told(slopes, told)
+    lambda d_o, q, k, v, sinks, o, lse, d_lse, seed, slopes, keys, packing, context, *numbers: _backward(
+        _batch(packing, context), d_o, q, k, v, sinks, o, lse, d_lse, seed, keys, _layer(slopes, numbers)
     ),
     _gradients,
 )
@@ -287,9 +293,9 @@ class AllToAll(torch.autograd.Function):
         tokens, every = (share.q_tokens, plan.heads) if side == Side.Q else (share.k_tokens, plan.kv_heads)
         # The ring is 1, so that the ring share is the whole batch.
         info = plan.describe()
-        held, brought = (info.q_tokens if side == Side.Q else info.k_tokens, heads), (tokens, every)
-        to = x.new_empty(*(held if to_heads else brought), x.shape[2])
-        (rank.to_heads if to_heads else rank.to_tokens)(plan, side, x if to_heads else x.contiguous(), to, _stream(x))
+        of_share, of_batch = (info.q_tokens if side == Side.Q else info.k_tokens, heads), (tokens, every)
+        to = x.new_empty(*(of_share if to_heads else of_batch), x.shape[2])
+        (rank.to_heads if to_heads else rank.to_tokens)(plan, side, x if to_heads else x.contiguous(), to, _stream(rank, x))
         return to
 
     @staticmethod

@@ -24,13 +24,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Checks the links between the processes that torchrun started, over gloo.")
     parser.add_argument("--timeout", type=float, default=60.0, help="timeout in seconds (default: 60)")
     parser.add_argument("--bytes", type=int, default=4 << 20, help="size of the large message in bytes (default: 4194304)")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     if missing := [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
         print(f"{missing[0]} is not set: start this with torchrun --nproc-per-node N -m cpattn.torch.ring", file=sys.stderr)
         return 2
     dist.init_process_group("gloo")
     try:
-        links = check_ring(timeout=given.timeout, bytes=given.bytes)
+        links = check_ring(timeout=arguments.timeout, bytes=arguments.bytes)
     except Error as error:
         print(f"rank {dist.get_rank()}: {error}", *([f"({error.__cause__})"] if error.__cause__ else []), file=sys.stderr, flush=True)
         # A normal exit could wait for a dead or stopped rank.

@@ -137,9 +137,9 @@ def _first(transport: EngineTransport, mine: list[bytes], classes: Sequence[int]
     prefixes = [1, *accumulate((digest(one) for one in mine), lambda before, one: digest(f"{before} {one}".encode()))]
 
     def differ(length: int) -> bool:
-        said = digests(transport, WHAT, prefixes[min(length, len(mine))])
+        answers = digests(transport, WHAT, prefixes[min(length, len(mine))])
         known: dict[int, int] = {}
-        return any(known.setdefault(of, one) != one for of, one in zip(classes, said, strict=True))
+        return any(known.setdefault(of, one) != one for of, one in zip(classes, answers, strict=True))
 
     # Longer than any list: a shorter one is a prefix of others.
     low, high = 0, 1 << 24

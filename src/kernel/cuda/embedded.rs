@@ -15,6 +15,26 @@ use std::sync::OnceLock;
 
 include!(concat!(env!("OUT_DIR"), "/ptx.rs"));
 
+/// Kernels that no library has, and how to come by them: they run only where a variable asks for them, since no device
+/// has shown yet that they are faster (`replaced.rs`).
+const APART: [(&str, &str); 3] = [
+    (
+        "hopper_cluster_bf16_128",
+        "run ptx/compile --with CLUSTER FOLDER and set CPATTN_CUDA_KERNELS=FOLDER, or unset CPATTN_CUDA_CLUSTER",
+    ),
+    ("hopper_forward_bf16_192", FORWARD_96_192),
+    ("hopper_forward_bf16_96", FORWARD_96_192),
+];
+
+const FORWARD_96_192: &str =
+    "run ptx/compile --with FORWARD_96_192 FOLDER and set CPATTN_CUDA_KERNELS=FOLDER, or unset CPATTN_CUDA_FAMILY";
+
+/// How to come by the module `name`, if no library has it.
+pub(super) fn apart(name: &str) -> Option<&'static str> {
+    let name = name.replace("_f16_", "_bf16_");
+    APART.into_iter().find_map(|(apart, way_out)| (apart == name).then_some(way_out))
+}
+
 /// The text of the module `name`: `ptx/compiled/{name}.ptx`, or for f16 the text made from that of bf16.
 pub(super) fn find(name: &str) -> Option<CString> {
     if name.contains("_f16_") {
@@ -34,9 +54,9 @@ pub(super) fn checksum() -> u32 {
     CHECKSUM
 }
 
-/// Whether there is `ptx/compiled/{name}.ptx`.
-pub(super) fn has(name: &str) -> bool {
-    PTX.binary_search_by(|entry| entry.0.cmp(name)).is_ok()
+/// Whether `{name}.ptx` is a text of `ptx/compiled`, or of a set apart.
+pub(super) fn is_text(name: &str) -> bool {
+    PTX.binary_search_by(|entry| entry.0.cmp(name)).is_ok() || APART.iter().any(|(apart, _)| *apart == name)
 }
 
 /// `ptx/compiled/{name}.ptx`.
@@ -86,6 +106,10 @@ mod tests {
                     assert!(super::find(&name).is_some(), "{name}");
                 }
             }
+        }
+        for (name, _) in super::APART {
+            assert!(super::find(name).is_none() && super::is_text(name), "{name}");
+            assert!(super::apart(&name.replace("_bf16_", "_f16_")).is_some(), "{name}");
         }
         assert!(super::find("transform").is_some() && super::find("forward").is_none());
         assert!(super::find("forward_f16_1").is_none());

@@ -9,7 +9,7 @@ use super::family::Family;
 use super::hopper::hopper_backward::BACKWARD;
 use super::hopper::kernel_of;
 use super::modules::{AttentionModule, Blocks, ELEMENTS, Instance, Loaded, LoadedKernel, LoadedModule};
-use super::{Cuda, embedded};
+use super::{Cuda, embedded, replaced};
 use crate::device::driver::{Image, Module};
 use crate::element::Dtype;
 use crate::error::{Error, Result};
@@ -170,6 +170,7 @@ impl Cuda {
         if let Some((file, image)) = self.replaced.and_then(|replaced| replaced.find(name)) {
             return Module::new(&self.context, &file, &image);
         }
+        replaced::check_set(self.replaced, name)?;
         let text = embedded::find(name).ok_or_else(|| {
             Error::unsupported(format!("kernel {name}"), "it is not embedded in this build", "build from a whole tree")
         })?;

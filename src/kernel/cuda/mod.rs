@@ -14,8 +14,9 @@
 //! ([`tensor::disjoint`](crate::tensor::disjoint) checks that), and that memory is as large as the shape and strides
 //! say.
 //!
-//! Scores are limited: from about 2³¹ on (2²⁸ in f16), as logarithms to the base 2, the rounding of a row's largest
-//! score makes its weights overflow, and o is NaN. The CPU kernels have no such limit.
+//! Scores may be as large as f32 holds. From 2²⁴ on, as logarithms to the base 2, they have no digits below 1: o and
+//! lse are those of the scores as they were rounded. In gradients a key whose score exceeds lse but for these digits
+//! has weight 1: right in a row with one largest score, too much for each in a row with several.
 //!
 //! A [`RawStream`] is a `CUstream` or `cudaStream_t` of any binding, cast; null is the legacy
 //! default stream. Memory may come from any allocator; [`Cuda::allocate`] is for programs that have none.
@@ -109,7 +110,7 @@ impl Cuda {
     /// |---|---|
     /// | up to 64, of 97 to 128, of 193 to 256 | used |
     /// | of 129 to 192, with a value dim of up to 128 | used |
-    /// | of 65 to 96, other of 129 to 192 | a forward, used only if the variable forces it: not measured yet; no backward |
+    /// | of 65 to 96, other of 129 to 192 | a forward in no library (below), used only if the variable forces it; no backward |
     /// | above 256 | none |
     ///
     /// The variable `CPATTN_CUDA_CLUSTER`, which [`Cuda::with_family`] reads too, asks with `1` for clusters of two
@@ -118,6 +119,10 @@ impl Cuda {
     /// ranges are short or end in short tiles). Results have the same bits; the speed has not been measured. `0`, empty
     /// or unset means no clusters. Where the kernels for `sm_90a` cannot run, or those for `sm_80` are forced, `1` is
     /// refused.
+    ///
+    /// No library has the kernels in clusters, nor those for `sm_90a` of 65 to 96 and of 129 to 192 but 192/128: their
+    /// speed is not known. `ptx/compile --with CLUSTER,FORWARD_96_192 FOLDER` makes them, for the variable
+    /// `CPATTN_CUDA_KERNELS`. Without them clusters are refused here, and a forced forward where its kernel is loaded.
     ///
     /// The variable `CPATTN_CUDA_KERNELS` names a folder, by an absolute path, whose kernels replace those of the
     /// library: the alternatives of `ptx/HARDWARE.md`, as `ptx/compile` makes them. It is read when the program opens
@@ -169,6 +174,7 @@ impl Cuda {
         match obstacle {
             Some(why) if family == Some(Family::Sm90a) => return Err(Family::refused(why)),
             why if clusters && !hopper => return Err(clusters::refused(why)),
+            _ if clusters => replaced::check_set(replaced, clusters::MODULE)?,
             _ => {}
         }
         Ok(Self {

@@ -4,7 +4,8 @@
 //!
 //! The environment variable [`VARIABLE`] names the folder. It is read once, when the program opens its first device,
 //! and holds for all devices of the program, so that host and kernels agree. The folder has
-//! - `NAME.ptx`, with the name of a text of `ptx/compiled`; as of those, that for f16 is made from that of bf16;
+//! - `NAME.ptx`, with the name of a text of `ptx/compiled`, or of a set that no library has (`embedded.rs`); as of
+//!   those, that for f16 is made from that of bf16;
 //! - `NAME.cubin`, an image that no driver compiles again, for one element type: of both or of none;
 //! - `switches`, the switches of the compiler that the kernels were made with, one a line. Some change what the host
 //!   does too: it asks [`switched`];
@@ -74,6 +75,17 @@ pub(super) fn switched(name: &str) -> bool {
     of_environment().is_ok_and(|replaced| replaced.is_some_and(|replaced| replaced.has_switch(name)))
 }
 
+/// Refuses the module `name` if no library has it, and the folder has not either.
+pub(super) fn check_set(replaced: Option<&Replaced>, name: &str) -> Result<()> {
+    let Some(way_out) = embedded::apart(name) else { return Ok(()) };
+    let why = match replaced {
+        Some(replaced) if replaced.has(name) => return Ok(()),
+        Some(Replaced { folder, .. }) => format!("no library has it, and {VARIABLE} names {folder:?}, which has not"),
+        None => format!("no library has it, and {VARIABLE} names no folder"),
+    };
+    Err(Error::unsupported(format!("kernel {name}"), why, way_out))
+}
+
 impl Replaced {
     /// Reads all files of a folder.
     fn read(folder: &Path) -> Result<Self> {
@@ -117,8 +129,8 @@ impl Replaced {
                 continue;
             }
             let kernel = name.rsplit_once('.').is_some_and(|(kernel, extension)| match extension {
-                "ptx" => embedded::has(kernel),
-                "cubin" => embedded::has(&kernel.replace("_f16_", "_bf16_")),
+                "ptx" => embedded::is_text(kernel),
+                "cubin" => embedded::is_text(&kernel.replace("_f16_", "_bf16_")),
                 _ => false,
             });
             if !kernel {
@@ -170,6 +182,13 @@ impl Replaced {
     fn file(&self, name: &str) -> Option<&[u8]> {
         let at = self.files.binary_search_by(|file| file.0.as_str().cmp(name)).ok()?;
         Some(&self.files[at].1)
+    }
+
+    /// Whether the folder has the module `name`, as a text or as an image.
+    pub(super) fn has(&self, name: &str) -> bool {
+        self.file(&format!("{name}.cubin"))
+            .or_else(|| self.file(&format!("{}.ptx", name.replace("_f16_", "_bf16_"))))
+            .is_some()
     }
 
     /// The kernels of the module `name`, and what errors say of where they come from; none if the embedded ones stay.

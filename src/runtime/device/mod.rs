@@ -304,7 +304,7 @@ impl Backend for DeviceRank {
         let capture = unsafe { self.capture_of_run(stream) }?;
         let capturing = capture.is_some();
         let captured = capturing.then_some(RunTrait::Capture);
-        let [keys, lse_base] = tensors.traits();
+        let [keys, lse_base, _] = tensors.traits();
         refuse_clashes(plan, run, &[Some(RunTrait::Device), captured, keys, lse_base])?;
         if capturing {
             self.capturable(plan, run, tensors.pages().is_some())?;

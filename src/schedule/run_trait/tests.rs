@@ -6,11 +6,12 @@ use crate::schedule::TensorId;
 use alloc::vec::Vec;
 
 /// Options, as the docs call them, with what decides where they are honoured: of a tensor that a backward alone has,
-/// the backward; other tensors clash with nothing.
+/// the backward; `max_logit` has a row of its own, and other tensors clash with nothing.
 fn options() -> Vec<(String, Option<RunTrait>)> {
     let tensors = TensorId::ALL.into_iter().filter(|t| t.is_optional() || t.is_of_sinks());
     let of_backward = |t: TensorId| t.is_written(Direction::Forward, true).is_none().then_some(RunTrait::Backward);
-    let tensors = tensors.map(|t| (format!("`{}`", t.name()), of_backward(t)));
+    let of = |t| if t == TensorId::MaxLogit { Some(RunTrait::MaxLogit) } else { of_backward(t) };
+    let tensors = tensors.map(|t| (format!("`{}`", t.name()), of(t)));
     let others = [
         ("`dropout_seed`", RunTrait::Dropout),
         ("`keys` in pages", RunTrait::Pages),
@@ -24,13 +25,14 @@ fn options() -> Vec<(String, Option<RunTrait>)> {
     tensors.chain(others.map(|(name, option)| (name.into(), Some(option)))).collect()
 }
 
-const MODES: [(&str, RunTrait); 6] = [
+const MODES: [(&str, RunTrait); 7] = [
     ("CUDA", RunTrait::Device),
     ("captured", RunTrait::Capture),
     ("pages", RunTrait::Pages),
     ("lists", RunTrait::KeyIndices),
     ("slices", RunTrait::Slices),
     ("`reproducible`", RunTrait::Reproducible),
+    ("kernel", RunTrait::OwnKernel),
 ];
 
 fn table() -> String {

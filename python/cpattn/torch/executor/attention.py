@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ...schedule import Buffer, Mode, Op, Range, View
-from ..kernels import Kernel, Work
-from .partials import merge, wide, words
+from ..kernels import Fresh, Kernel, Work
+from .partials import merge, wide
 from .rows import Buffers, Rows, Run, Selection
 
 
@@ -43,7 +43,8 @@ def count_of(op: Op) -> int:
 class Outcome:
     """What becomes of the forward's partial results of one mode."""
 
-    def __init__(self, op: Op, mode: Mode, places: list[Run], rows: list[Run], buffers: Sequence[Buffer], device: torch.device) -> None:
+    def __init__(self, op: Op, mode: Mode, places: list[Run], rows: list[Run], buffers: Sequence[Buffer], room: Fresh) -> None:
+        device, self._room = room.device, room
         self._mine = Selection(places, count_of(op), device)
         self._mode, self._sinks = mode, op.sinks if mode.finishes else None
         self._running = self._running_lse = None
@@ -60,43 +61,49 @@ class Outcome:
 
     def run(self, buffers: Buffers, o: Tensor, lse: Tensor) -> None:
         """`o` [rows, heads, dim] and `lse` [rows, heads, 1] are those of the whole operation."""
-        parts = [(self._mine.of(o), self._mine.of(lse))]
+        room = self._room
+        parts = [(self._mine.of(o, room), self._mine.of(lse, room))]
         if self._mode.continues:
             assert self._running is not None and self._running_lse is not None
-            parts.insert(0, (self._running.read(buffers), self._running_lse.read(buffers)))
+            parts.insert(0, (self._running.read(buffers, room), self._running_lse.read(buffers, room)))
         sinks = None if self._sinks is None else buffers.at(self._sinks)
         if len(parts) == 1 and sinks is None:
-            (values, logs), error = parts[0], None
-            log = logs[..., 0]
-        else:
-            values, log, error = merge(parts, sinks)
-        self._o.write(buffers, values)
-        self._lse.write(buffers, words(log, error, self._words))
+            values, logs = parts[0]
+            self._o.write(buffers, values, room)
+            self._lse.write_words(buffers, logs.select(2, 0), None, room)
+            return
+        to = self._o.target(buffers, parts[0][1].dtype)
+        values, log, error = merge(parts, sinks, room, self._words, to)
+        if values is not to:
+            self._o.write(buffers, values, room)
+        self._lse.write_words(buffers, log, error, room)
 
 
 class Attend:
     """ATTEND."""
 
-    def __init__(self, op: Op, buffers: Sequence[Buffer], kernel: Kernel, dtype: torch.dtype, slopes: Tensor | None, device: torch.device) -> None:
-        self.op = op
-        self.work = Work(kernel, op, device, dtype, slopes) if count_of(op) else None
-        self._outcomes = [Outcome(op, mode, *runs, buffers, device) for mode, runs in by_mode(op).items() if self.work]
+    def __init__(self, op: Op, buffers: Sequence[Buffer], kernel: Kernel, dtype: torch.dtype, slopes: Tensor | None, room: Fresh) -> None:
+        self.op, self._room = op, room
+        self.work = Work(kernel, op, room.device, dtype, slopes, room) if count_of(op) else None
+        self._outcomes = [Outcome(op, mode, *runs, buffers, room) for mode, runs in by_mode(op).items() if self.work]
         assert op.q is not None
         self._heads = slice(op.heads.q_offset, op.heads.q_offset + op.q.heads)
 
     def run(self, buffers: Buffers) -> None:
-        op = self.op
+        op, room = self.op, self._room
         if self.work is None or op.q is None or op.k is None or op.v is None:
             return
+        room.begin()
         tensors = buffers.at(op.q), buffers.at(op.k), buffers.at(op.v)
         if buffers.max_logit is None:
             o, lse = self.work.forward(*tensors)
         else:
             o, lse, largest = self.work.forward_with_max(*tensors)
             mine = buffers.max_logit[self._heads]
-            torch.maximum(mine, largest.to(mine.dtype), out=mine)
+            torch.maximum(mine, room.cast(largest, mine.dtype), out=mine)
+        lse = lse.t().unsqueeze(2)
         for outcome in self._outcomes:
-            outcome.run(buffers, o, lse.t().unsqueeze(2))
+            outcome.run(buffers, o, lse)
 
 
 # The gradients dq, dk and dv of no rows.
@@ -107,10 +114,10 @@ class AttendBackward:
     """ATTEND_BACKWARD. `lse_gradient`: the loss has a gradient of lse."""
 
     def __init__(
-        self, op: Op, buffers: Sequence[Buffer], kernel: Kernel, dtype: torch.dtype, slopes: Tensor | None, device: torch.device, lse_gradient: bool
+        self, op: Op, buffers: Sequence[Buffer], kernel: Kernel, dtype: torch.dtype, slopes: Tensor | None, room: Fresh, lse_gradient: bool
     ) -> None:
-        self.op, self._lse_gradient = op, lse_gradient
-        self.work = Work(kernel, op, device, dtype, slopes) if count_of(op) else None
+        self.op, self._lse_gradient, self._room, device = op, lse_gradient, room, room.device
+        self.work = Work(kernel, op, device, dtype, slopes, room) if count_of(op) else None
         self._dq = []
         if op.dq is not None and self.work:
             for mode, (places, rows) in by_mode(op).items():
@@ -121,22 +128,22 @@ class AttendBackward:
         self._keys = [rows_of(view, runs, buffers, device) for view in (op.dk, op.dv) if view is not None]
 
     def run(self, buffers: Buffers) -> None:
-        op, gradients = self.op, NONE
+        op, gradients, room = self.op, NONE, self._room
+        room.begin()
         if self.work is not None:
             assert op.q and op.k and op.v and op.d_o and op.lse and op.delta
             o = None if op.o is None else buffers.at(op.o)
-            lse, delta = (buffers.at(view)[..., 0] for view in (op.lse, op.delta))
-            q, k, v, d_o = (buffers.at(view) for view in (op.q, op.k, op.v, op.d_o))
-            gradients = self.work.backward(d_o, q, k, v, o, lse, delta, self._lse_gradient)
+            lse, delta = buffers.column(op.lse), buffers.column(op.delta)
+            gradients = self.work.backward(buffers.at(op.d_o), buffers.at(op.q), buffers.at(op.k), buffers.at(op.v), o, lse, delta, self._lse_gradient)
         dq, *of_keys = gradients
         for adds, mine, rows in self._dq:
             if dq is not None:
-                (rows.add if adds else rows.write)(buffers, mine.of(dq))
+                (rows.add if adds else rows.write)(buffers, mine.of(dq, room), room)
         for rows, gradient in zip(self._keys, of_keys):
             if gradient is not None:
-                (rows.add if op.accumulate_keys else rows.write)(buffers, self._mine.of(gradient))
+                (rows.add if op.accumulate_keys else rows.write)(buffers, self._mine.of(gradient, room), room)
             elif not op.accumulate_keys:
-                rows.write(buffers, buffers.tensors[rows.number].new_zeros(()))
+                rows.write(buffers, room.zeros((), buffers.tensors[rows.number].dtype), room)
 
 
 def runs_of(ranges: Sequence[Range]) -> list[Run]:
@@ -146,29 +153,39 @@ def runs_of(ranges: Sequence[Range]) -> list[Run]:
 class Delta:
     """DELTA: rowsum(d_o·o), less the gradient of lse in rows that have keys or sinks."""
 
-    def __init__(self, op: Op, lse: int | None) -> None:
+    def __init__(self, op: Op, lse: int | None, room: Fresh) -> None:
         assert op.o is not None and op.d_o is not None and op.delta is not None
-        self._o, self._d_o, self._delta, self._lse = op.o, op.d_o, op.delta, lse
+        self._o, self._d_o, self._delta, self._lse, self._room = op.o, op.d_o, op.delta, lse, room
 
     def run(self, buffers: Buffers) -> None:
-        delta, o = buffers.at(self._delta), buffers.at(self._o)
-        kind = wide(o.dtype)
-        product = o.to(kind) * buffers.at(self._d_o)
-        torch.sum(product, 2, keepdim=True, dtype=kind, out=delta)
+        delta, o, d_o, room = buffers.at(self._delta), buffers.at(self._o), buffers.at(self._d_o), self._room
+        room.begin()
+        product = room.empty(o.shape, wide(o.dtype))
+        if o.dtype == d_o.dtype == product.dtype:
+            torch.mul(o, d_o, out=product)
+        else:
+            product.copy_(o).mul_(d_o)
+        torch.sum(product, 2, keepdim=True, dtype=product.dtype, out=delta)
         if buffers.d_lse is not None and self._lse is not None:
             place = self._o.place
             lse, gradient = buffers.tensors[self._lse][place], buffers.d_lse[place]
-            delta.sub_(gradient.masked_fill(lse == -torch.inf, 0.0))
+            nothing = torch.eq(lse, -torch.inf, out=room.empty(lse.shape, torch.bool))
+            delta.sub_(room.like(gradient).copy_(gradient).masked_fill_(nothing, 0.0))
 
 
 class SinkGradient:
     """SINK_GRADIENT: -sum of exp(sink - lse)·delta over rows."""
 
-    def __init__(self, op: Op) -> None:
+    def __init__(self, op: Op, room: Fresh) -> None:
         assert op.sinks is not None and op.dsinks is not None and op.lse is not None and op.delta is not None
-        self._views = op.sinks, op.dsinks, op.lse, op.delta
+        self._views, self._room = (op.sinks, op.dsinks, op.lse, op.delta), room
 
     def run(self, buffers: Buffers) -> None:
+        room = self._room
+        room.begin()
         sinks, part, lse, delta = map(buffers.at, self._views)
-        weights = (sinks - lse).exp().masked_fill(lse == -torch.inf, 0.0)
-        part.copy_((weights * delta).sum(0, keepdim=True).neg_())
+        kind = torch.promote_types(sinks.dtype, lse.dtype)
+        weights = torch.sub(sinks, lse, out=room.empty((*lse.shape[:2], sinks.shape[2]), kind)).exp_()
+        weights.masked_fill_(torch.eq(lse, -torch.inf, out=room.empty(lse.shape, torch.bool)), 0.0)
+        total = torch.sum(weights.mul_(delta), 0, keepdim=True, out=room.empty(part.shape, kind))
+        part.copy_(total.neg_())

@@ -21,11 +21,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...errors import PeerError, Unsupported
-from ...schedule import Op, OpMessage
+from ...schedule import Buffer, Op, OpMessage
+from ..kernels import Fresh
 from .rows import Buffers
 
 # Tags of backends whose limit may be the least that MPI allows.
 _SMALL_TAGS, _TAGS = 1 << 15, 1 << 30
+
+
+Message = tuple[Tensor, int, int, bool]
+"""A tensor, the rank of its peer, a tag, and whether it is sent."""
 
 
 class Network:
@@ -58,12 +63,15 @@ class Network:
             # A communicator is made by its first collective, in which all ranks must take part.
             dist.all_reduce(torch.zeros(1, device=device), group=every)
 
-    def post(self, messages: Sequence[tuple[Tensor, int, int, bool]]) -> list[Any]:
-        """Begins to move tensors, each with the rank of its peer, a tag, and whether it is sent."""
-        batch = [
+    def batch(self, messages: Sequence[Message]) -> list[Any]:
+        """What `post` moves: tensors, each with the rank of its peer, a tag, and whether it is sent."""
+        return [
             dist.P2POp(dist.isend if send else dist.irecv, tensor, self._members[peer], self.group, tag % self._tags)
             for tensor, peer, tag, send in messages
         ]
+
+    def post(self, batch: list[Any]) -> list[Any]:
+        """Begins to move tensors."""
         works: list[Any] = dist.batch_isend_irecv(batch)
         return works
 
@@ -78,7 +86,7 @@ class Network:
         others = [peer for peer in range(self.world) if peer != self.rank]
         messages = [(out[peer], peer, tag, True) for peer in others if leaving[peer]] + [(into[peer], peer, tag, False) for peer in others if arriving[peer]]
         if messages:
-            self.wait(self.post(messages))
+            self.wait(self.post(self.batch(messages)))
 
 
 class Arrival(NamedTuple):
@@ -91,9 +99,8 @@ class Arrival(NamedTuple):
 class Flight:
     """Messages under way: `land` waits for them."""
 
-    def __init__(self, network: Network, works: list[Any], sent: list[Tensor], arrivals: list[Arrival]) -> None:
+    def __init__(self, network: Network, works: list[Any], arrivals: list[Arrival]) -> None:
         self._network, self._works, self._arrivals = network, works, arrivals
-        self._sent = sent  # copies of strided tensors, until they are gone
 
     def land(self) -> None:
         self._network.wait(self._works)
@@ -102,13 +109,16 @@ class Flight:
 
 
 class Exchange:
-    """EXCHANGE."""
+    """EXCHANGE. Strided tensors move by compact ones, which nothing else uses before the exchange has landed: `room` is of the
+    communication lane."""
 
-    def __init__(self, op: Op, network: Network, salt: int) -> None:
-        self._network, own = network, network.rank
+    def __init__(self, op: Op, buffers: Sequence[Buffer], network: Network, salt: int, room: Fresh) -> None:
+        self._network, self._room, own = network, room, network.rank
         self._messages = [(m.view, m.peer, salt + m.tag, m.send) for m in op.messages if m.peer != own]
         self._copies = copies([m for m in op.messages if m.peer == own])
         self.peers = sorted({peer for _, peer, _, _ in self._messages})
+        # Messages of the workspace are the same in all runs.
+        self._stays = all(buffers[view.buffer].tensor is None for view, *_ in self._messages)
 
     def run(self, buffers: Buffers) -> Flight | None:
         """Begins the exchange; what it moves must not be touched before `land`."""
@@ -116,17 +126,27 @@ class Exchange:
             buffers.at(dst).copy_(buffers.at(source))
         if not self._messages:
             return None
-        moved, sent, arrivals = [], [], []
+        arrivals: list[Arrival] = []
+        if (batch := buffers.fixed.get(self)) is None:
+            self._room.begin()
+            batch = self._network.batch(self._moved(buffers, arrivals))
+            if self._stays and all(buffers.at(view).is_contiguous() for view, *_ in self._messages):
+                buffers.fixed[self] = batch
+        return Flight(self._network, self._network.post(batch), arrivals)
+
+    def _moved(self, buffers: Buffers, arrivals: list[Arrival]) -> list[Message]:
+        moved = []
         for view, peer, tag, send in self._messages:
             tensor = buffers.at(view)
             if not tensor.is_contiguous():
-                compact = tensor.contiguous() if send else torch.empty_like(tensor, memory_format=torch.contiguous_format)
-                sent.append(compact)
-                if not send:
+                compact = self._room.empty(tensor.shape, tensor.dtype)
+                if send:
+                    compact.copy_(tensor)
+                else:
                     arrivals.append(Arrival(tensor, compact))
                 tensor = compact
             moved.append((tensor, peer, tag, send))
-        return Flight(self._network, self._network.post(moved), sent, arrivals)
+        return moved
 
 
 def copies(messages: Sequence[OpMessage]) -> list[tuple[Any, Any]]:

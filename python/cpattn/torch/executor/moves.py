@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from ...schedule import Buffer, Op, OpKind, Sum, View
-from .partials import merge, wide, words
+from ..kernels import Fresh
+from .partials import merge, wide
 from .rows import Buffers, Rows, Run
 
 
@@ -38,22 +39,41 @@ def blocks(sums: Sequence[Sum], buffers: Sequence[Buffer], device: torch.device)
 class Sums:
     """SUM and SINK_TOTAL."""
 
-    def __init__(self, op: Op, buffers: Sequence[Buffer], device: torch.device) -> None:
-        self._blocks = blocks(op.sums, buffers, device)
+    def __init__(self, op: Op, buffers: Sequence[Buffer], room: Fresh) -> None:
+        self._room = room
+        self._blocks = [(dst, sources, in_place(dst, sources)) for dst, sources in blocks(op.sums, buffers, room.device)]
 
     def run(self, buffers: Buffers) -> None:
-        for dst, sources in self._blocks:
-            dst.write(buffers, total([source.read(buffers) for source in sources]))
+        room = self._room
+        room.begin()
+        for dst, sources, direct in self._blocks:
+            if len(sources) == 1:
+                dst.write(buffers, sources[0].read(buffers, room), room)
+                continue
+            parts = [source.read(buffers, room) for source in sources]
+            kind = wide(torch.promote_types(parts[0].dtype, parts[1].dtype))
+            to = dst.target(buffers, kind) if direct and all(part.dtype == kind for part in parts) else None
+            result = total(parts, kind, room, to)
+            if result is not to:
+                dst.write(buffers, result, room)
 
 
-def total(parts: Sequence[Tensor]) -> Tensor:
-    """The sum of tensors in their order; one alone as it is."""
-    if len(parts) == 1:
-        return parts[0]
-    kind = wide(torch.promote_types(parts[0].dtype, parts[1].dtype))
-    result = torch.add(parts[0].to(kind), parts[1])
+def in_place(dst: Rows, sources: Sequence[Rows]) -> bool:
+    """Whether the sum may be made where it goes: no source is there, or the first one is the destination."""
+    first, *rest = sources
+    return all(one.number != dst.number for one in rest) and (first.number != dst.number or first.same_as(dst))
+
+
+def total(parts: Sequence[Tensor], kind: torch.dtype, room: Fresh, to: Tensor | None = None) -> Tensor:
+    """The sum of tensors in their order, in the type `kind` or a wider one of theirs."""
+    result = room.empty(parts[0].shape, kind) if to is None else to
+    if all(part.dtype == kind for part in parts[:2]):
+        torch.add(parts[0], parts[1], out=result)
+    else:
+        # Operators round to the type of their inputs first.
+        result.copy_(parts[0]).add_(parts[1])
     for part in parts[2:]:
-        result = result.double() if part.dtype == torch.float64 and result.dtype != torch.float64 else result
+        result = room.cast(result, torch.float64) if part.dtype == torch.float64 else result
         result.add_(part)
     return result
 
@@ -61,21 +81,28 @@ def total(parts: Sequence[Tensor]) -> Tensor:
 class Merges:
     """MERGE: pairs of o and its lse, whose first source is the destination. COMBINE: several, with the sinks."""
 
-    def __init__(self, op: Op, buffers: Sequence[Buffer], device: torch.device) -> None:
-        of_o, of_lse = (blocks(op.sums[at::2], buffers, device) for at in (0, 1))
-        self._blocks, self._sinks = list(zip(of_o, of_lse, strict=True)), op.sinks
+    def __init__(self, op: Op, buffers: Sequence[Buffer], room: Fresh) -> None:
+        of_o, of_lse = (blocks(op.sums[at::2], buffers, room.device) for at in (0, 1))
+        self._blocks, self._sinks, self._room = list(zip(of_o, of_lse, strict=True)), op.sinks, room
         # Partial results of callers may hold anything in rows without keys.
         self._of_callers = op.kind == OpKind.COMBINE
         self._words = [buffers[lse.number].dim for _, (lse, _) in self._blocks]
 
     def run(self, buffers: Buffers) -> None:
+        room = self._room
+        room.begin()
         sinks = None if self._sinks is None else buffers.at(self._sinks)
-        for ((o, os), (lse, lses)), count in zip(self._blocks, self._words, strict=True):
+        for ((o, os), (lse, lses)), count in zip(self._blocks, self._words):
             parts = []
-            for of_o, of_lse in zip(os, lses, strict=True):
-                logs = of_lse.read(buffers)
-                values = of_o.read(buffers).to(logs.dtype)
-                parts.append((values.masked_fill(logs[..., :1] == -torch.inf, 0.0) if self._of_callers else values, logs))
-            values, log, error = merge(parts, sinks)
-            o.write(buffers, values)
-            lse.write(buffers, words(log, error, count))
+            for of_o, of_lse in zip(os, lses):
+                logs = of_lse.read(buffers, room)
+                values = room.cast(of_o.read(buffers, room), logs.dtype)
+                if self._of_callers:
+                    nothing = torch.eq(logs.narrow(2, 0, 1), -torch.inf, out=room.empty((*logs.shape[:2], 1), torch.bool))
+                    values = room.like(values).copy_(values).masked_fill_(nothing, 0.0)
+                parts.append((values, logs))
+            to = o.target(buffers, parts[0][1].dtype)
+            values, log, error = merge(parts, sinks, room, count, to)
+            if values is not to:
+                o.write(buffers, values, room)
+            lse.write_words(buffers, log, error, room)

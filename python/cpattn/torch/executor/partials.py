@@ -15,7 +15,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..kernels import Fresh
+
 Partial = tuple[Tensor, Tensor]
+
+# Less than any sum of weights but 0, of which one is about exp(0); its reciprocal is finite in f32.
+_LEAST = 1e-30
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -23,47 +28,57 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def words(value: Tensor, error: Tensor | None, count: int) -> Tensor:
-    """One or two words of an lse."""
-    if count == 1:
-        return value.unsqueeze(-1)
-    return torch.stack([value, torch.zeros_like(value) if error is None else error], -1)
-
-
-def merge(parts: Sequence[Partial], sinks: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Partial results of the same rows as one: o, lse and its rounding error. `sinks`, [1, heads, n], join the sum of weights
-    without values."""
-    largest = parts[0][1][..., 0]
-    for _, lse in parts[1:]:
-        largest = torch.maximum(largest, lse[..., 0])
+def merge(
+    parts: Sequence[Partial], sinks: Tensor | None = None, room: Fresh | None = None, words: int = 2, to: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Partial results of the same rows as one: o, lse, and its rounding error if it has two `words`. `sinks`, [1, heads, n], join the
+    sum of weights without values. `to`, which may be the first o, gets o."""
+    logs = [lse.select(2, 0) for _, lse in parts]
+    room = room or Fresh(logs[0].device)
+    largest = room.like(logs[0])
+    if len(parts) == 1:
+        largest.copy_(logs[0])
+    else:
+        torch.maximum(logs[0], logs[1], out=largest)
+        for one in logs[2:]:
+            torch.maximum(largest, one, out=largest)
     if sinks is not None:
-        sinks = sinks.to(largest.dtype)
-        largest = torch.maximum(largest, sinks.amax(2))
+        sinks = room.cast(sinks, largest.dtype)
+        torch.maximum(largest, torch.amax(sinks, 2, out=room.empty(sinks.shape[:2], sinks.dtype)), out=largest)
     # Infinities cancel in no difference.
-    base = torch.where(largest.isfinite(), largest, 0.0)
-    weights = [weight(lse, base) for _, lse in parts]
-    total = sum(weights[1:], weights[0])
+    base = largest.nan_to_num_(0.0, 0.0, 0.0)
+    weights = [weight(lse, log, base, room) for (_, lse), log in zip(parts, logs)]
+    total = room.like(base).copy_(weights[0])
+    for one in weights[1:]:
+        total.add_(one)
     if sinks is not None:
-        of_sinks = (sinks - base.unsqueeze(2)).exp().sum(2)
-        total = total + of_sinks
+        each = torch.sub(sinks, base.unsqueeze(2), out=room.empty((*base.shape, sinks.shape[2]), base.dtype)).exp_()
+        total.add_(torch.sum(each, 2, out=room.like(base)))
     # A weight of infinity is a sink's, beside which all else is 0.
-    scale = torch.where(total == 0, 1.0, total).reciprocal().masked_fill(total == torch.inf, 0.0)
-    o = parts[0][0] * (weights[0] * scale).unsqueeze(2)
-    for (values, _), one in zip(parts[1:], weights[1:], strict=True):
-        o.addcmul_(values.to(o.dtype), (one * scale).unsqueeze(2))
-    return o, *log_sum(base, total)
+    scale = torch.clamp(total, min=_LEAST, out=room.like(base)).reciprocal_()
+    first = parts[0][0]
+    o = torch.mul(first, weights[0].mul_(scale).unsqueeze(2), out=room.empty(first.shape, base.dtype) if to is None else to)
+    for (values, _), one in zip(parts[1:], weights[1:]):
+        o.addcmul_(room.cast(values, o.dtype), one.mul_(scale).unsqueeze(2))
+    return o, *log_sum(base, total, room, words)
 
 
-def weight(lse: Tensor, base: Tensor) -> Tensor:
+def weight(lse: Tensor, value: Tensor, base: Tensor, room: Fresh) -> Tensor:
     """exp(lse - base) of an lse of one or two words."""
-    difference = lse[..., 0] - base
-    return (difference if lse.shape[-1] == 1 else difference + lse[..., 1]).exp()
+    difference: Tensor = torch.sub(value, base, out=room.like(base))
+    if lse.shape[2] == 2:
+        difference.add_(lse.select(2, 1))
+    return difference.exp_()
 
 
-def log_sum(base: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
-    """base + log(total) as a value and its rounding error."""
-    log = total.log()
-    value = base + log
-    part = value - base
-    error = (base - (value - part)) + (log - part)
-    return value, torch.where(value.isfinite(), error, 0.0)
+def log_sum(base: Tensor, total: Tensor, room: Fresh, words: int) -> tuple[Tensor, Tensor | None]:
+    """base + log(total) as a value and its rounding error. `total` is gone."""
+    log = total.log_()
+    value = torch.add(base, log, out=room.like(base))
+    if words == 1:
+        return value, None
+    part = torch.sub(value, base, out=room.like(base))
+    error = torch.sub(value, part, out=room.like(base))
+    torch.sub(base, error, out=error)
+    # Of an infinite value there is no error.
+    return value, error.add_(log.sub_(part)).nan_to_num_(0.0, 0.0, 0.0)

@@ -8,7 +8,7 @@ exchange is under way until the next operation that must come after it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from ...errors import PeerError
 from ...schedule import Lane, Op, OpKind, Schedule
 from ...schedule import Tensor as Of
 from ..dtypes import TORCH_DTYPES
-from ..kernels import Kernel
+from ..kernels import Kernel, Memory, Scratch
 from .attention import Attend, AttendBackward, Delta, SinkGradient
 from .messages import Exchange, Flight, Network, failure
 from .moves import Merges, Sums
@@ -33,6 +33,22 @@ class Attention(NamedTuple):
     dtype: torch.dtype
     slopes: Tensor | None
     lse_gradient: bool
+
+
+# What a caller knows a tensor by.
+_NAMES = {Of.OWN_TOKENS: "x", Of.OWN_HEADS: "x", Of.PARTIAL_O: "o", Of.PARTIAL_LSE: "lse"}
+_LSES = (Of.LSE, Of.D_LSE, Of.PARTIAL_LSE)
+
+
+class OfCaller(NamedTuple):
+    """A tensor that a call has to have: the number of its buffer, the name for errors, and what it has to be."""
+
+    number: int
+    name: str
+    shape: tuple[int, int, int]
+    dtype: torch.dtype
+    is_lse: bool
+    is_sinks: bool
 
 
 class Streams(NamedTuple):
@@ -57,35 +73,45 @@ class Streams(NamedTuple):
 class Program:
     """The steps of a schedule on this rank's device."""
 
-    def __init__(self, schedule: Schedule, network: Network, salt: int, attention: Attention | None) -> None:
-        self.schedule, self._network = schedule, network
+    def __init__(self, schedule: Schedule, network: Network, salt: int, attention: Attention | None, memories: Mapping[Lane, Memory]) -> None:
+        self.schedule, self._network, self._memories = schedule, network, memories
+        self._rooms: list[Scratch] = []
         self.buffers = Buffers(schedule.buffers)
         self._workspace: Tensor | None = None
+        self.tensors = {
+            b.tensor.name.lower(): OfCaller(
+                at, _NAMES.get(b.tensor, b.tensor.name.lower()), b.shape, TORCH_DTYPES[b.dtype], b.tensor in _LSES, b.tensor in (Of.SINKS, Of.DSINKS)
+            )
+            for at, b in enumerate(schedule.buffers)
+            if b.tensor is not None
+        }
         of_lse = [at for at, b in enumerate(schedule.buffers) if b.tensor == Of.LSE]
         self._lse = of_lse[0] if of_lse else None
         self.steps = [self._step(op, salt, attention) for op in schedule.ops]
         self.sends = any(isinstance(step, Exchange) and bool(step.peers) for step in self.steps)
+        self._on_host = host_order(schedule.ops, self.steps)
         # What another lane waits for.
         self._awaited = {op.after for op in schedule.ops if op.after is not None}
         self._events: dict[int, Any] = {}
 
     def _step(self, op: Op, salt: int, attention: Attention | None) -> Any:
-        buffers, device = self.schedule.buffers, self._network.device
+        buffers, room = self.schedule.buffers, Scratch(self._memories[op.lane])
+        self._rooms.append(room)
         if op.kind == OpKind.EXCHANGE:
-            return Exchange(op, self._network, salt)
+            return Exchange(op, buffers, self._network, salt, room)
         if op.kind in (OpKind.SUM, OpKind.SINK_TOTAL):
-            return Sums(op, buffers, device)
+            return Sums(op, buffers, room)
         if op.kind in (OpKind.MERGE, OpKind.COMBINE):
-            return Merges(op, buffers, device)
+            return Merges(op, buffers, room)
         if op.kind == OpKind.DELTA:
-            return Delta(op, self._lse)
+            return Delta(op, self._lse, room)
         if op.kind == OpKind.SINK_GRADIENT:
-            return SinkGradient(op)
+            return SinkGradient(op, room)
         assert attention is not None
         kernel, dtype, slopes, lse_gradient = attention
         if op.kind == OpKind.ATTEND:
-            return Attend(op, buffers, kernel, dtype, slopes, device)
-        return AttendBackward(op, buffers, kernel, dtype, slopes, device, lse_gradient)
+            return Attend(op, buffers, kernel, dtype, slopes, room)
+        return AttendBackward(op, buffers, kernel, dtype, slopes, room, lse_gradient)
 
     def place(self, workspace: Tensor) -> None:
         """Puts the workspace of the schedule into this memory."""
@@ -94,28 +120,24 @@ class Program:
             self._workspace = workspace
 
     def displace(self) -> None:
-        """Lets go of the workspace."""
+        """Lets go of the workspace, and of what operations need besides."""
         self.buffers.displace()
         self._workspace = None
+        for room in self._rooms:
+            room.release()
 
     def run(self, streams: Streams | None) -> None:
         """Runs on tensors that `buffers` has. A failure to send or receive raises PeerError. After an error the streams are joined too, so
         that the tensors may be let go of."""
-        if streams is None:
-            self._on_host()
-        else:
+        if streams is not None:
             self._on_streams(streams)
-
-    def _on_host(self) -> None:
-        flight: tuple[int, Flight] | None = None
-        for at, (op, step) in enumerate(zip(self.schedule.ops, self.steps, strict=True)):
-            if flight and (op.lane == Lane.COMMUNICATION or (op.after is not None and op.after >= flight[0])):
-                self._land(*flight)
-                flight = None
-            if (begun := self._run(at, op, step)) is not None:
-                flight = at, begun
-        if flight:
-            self._land(*flight)
+            return
+        flights: dict[int, Flight] = {}
+        for at, step, lands in self._on_host:
+            if lands is not None and (flight := flights.pop(lands, None)) is not None:
+                self._land(lands, flight)
+            if step is not None and (begun := self._run(at, step)) is not None:
+                flights[at] = begun
 
     def _on_streams(self, streams: Streams) -> None:
         lanes, events = {Lane.COMPUTE: streams.current(), Lane.COMMUNICATION: streams.communication}, self._events
@@ -124,12 +146,12 @@ class Program:
         self._after(compute, communication, -1, streams)
         self._after(communication, compute, -2, streams)
         try:
-            for at, (op, step) in enumerate(zip(self.schedule.ops, self.steps, strict=True)):
+            for at, (op, step) in enumerate(zip(self.schedule.ops, self.steps)):
                 lane = lanes[op.lane]
                 if op.after is not None:
                     lane.wait_event(events[op.after])
                 with lane:
-                    if (flight := self._run(at, op, step)) is not None:
+                    if (flight := self._run(at, step)) is not None:
                         self._land(at, flight)
                 if at in self._awaited:
                     self._event(at, streams).record(lane)
@@ -155,8 +177,8 @@ class Program:
         event.record(earlier)
         later.wait_event(event)
 
-    def _run(self, at: int, op: Op, step: Any) -> Flight | None:
-        if op.kind != OpKind.EXCHANGE:
+    def _run(self, at: int, step: Any) -> Flight | None:
+        if not isinstance(step, Exchange):
             step.run(self.buffers)
             return None
         try:
@@ -175,3 +197,16 @@ class Program:
         op = self.schedule.ops[at]
         return failure(self._network, f"operation {at} ({op.name}, {op.phase}, step {op.step})", self.steps[at].peers, error)
 
+
+
+def host_order(ops: Sequence[Op], steps: Sequence[Any]) -> list[tuple[int, Any, int | None]]:
+    """The steps with their numbers, each with that of an exchange which has to land before; at the end the last exchange, if any."""
+    order: list[tuple[int, Any, int | None]] = []
+    flight: int | None = None
+    for at, (op, step) in enumerate(zip(ops, steps, strict=True)):
+        lands = flight if flight is not None and (op.lane == Lane.COMMUNICATION or (op.after is not None and op.after >= flight)) else None
+        flight = None if lands is not None else flight
+        order.append((at, step, lands))
+        if isinstance(step, Exchange) and step.peers:
+            flight = at
+    return order if flight is None else [*order, (len(ops), None, flight)]

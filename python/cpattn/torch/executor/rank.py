@@ -25,17 +25,15 @@ from ...engine import EngineTransport
 from ...errors import Busy, Disagreement, Error, InvalidArgument, InvalidHandle, PeerError, Unsupported
 from ...options import AllToAll, CombineTo, Direction, Dtype, Side
 from ...plan import Plan
-from ...schedule import Schedule
-from ...schedule import Tensor as Of
+from ...schedule import Lane, Schedule
 from ..agree import REFUSED, digest
 from ..dtypes import DTYPES, TORCH_DTYPES
-from ..kernels import Kernel, refuse
+from ..kernels import Kernel, Memory, refuse
 from .messages import Network
 from .program import Attention, Program, Streams
 
-# What a caller knows a tensor by.
-_NAMES = {Of.OWN_TOKENS: "x", Of.OWN_HEADS: "x", Of.PARTIAL_O: "o", Of.PARTIAL_LSE: "lse"}
-_LSES = (Of.LSE, Of.D_LSE, Of.PARTIAL_LSE)
+# Arguments of `Rank` that no kernel of others honours.
+_OF_RANK = ("lse_base", "block_table", "page_size", "page_stride")
 
 
 class Executor:
@@ -45,43 +43,54 @@ class Executor:
         self.transport, self.network, self.kernel = transport, network, kernel
         self.device = network.device
         self._programs: WeakKeyDictionary[Plan, dict[Any, Program]] = WeakKeyDictionary()
+        self._names: WeakKeyDictionary[Plan, dict[Any, int]] = WeakKeyDictionary()
         self._compared: set[int] = set()
         self._streams = Streams.of(self.device)
         self._workspace = torch.empty(0, dtype=torch.uint8, device=self.device)
+        # What operations need besides, of each lane; all of a run is joined with the communication stream at its end.
+        communication = None if self._streams is None else self._streams.communication
+        self._memories = {lane: Memory(self.device, communication) for lane in Lane}
+        self._autocast = attempt(torch.is_autocast_enabled, self.device.type) is not None  # raises for a device without autocast
         self._lock, self._failed, self._closed = Lock(), "", False
 
     def forward(
         self,
         plan: Plan,
-        stream: object = None,
+        stream: Any = None,
         *,
         max_logit: Tensor | None = None,
         dropout_seed: object = None,
         key_indices: object = None,
         **tensors: Tensor | None,
     ) -> None:
-        """Writes o and lse of this rank's tokens, and max_logit if it is there. q, k, v, sinks, o, lse: as for `Rank.forward`."""
-        self._refuse({"return_max_logit": max_logit is not None, "key_indices": key_indices})
-        program = self._program(plan, Direction.FORWARD)
-        if max_logit is not None:
-            max_logit.fill_(-torch.inf)
-        self._run(program, tensors, max_logit=max_logit)
+        """Writes o and lse of this rank's tokens, and max_logit if it is there. q, k, v, sinks, o, lse: as for `Rank.forward`. `stream` is a
+        torch.Stream of the device, None: the current one."""
+        of_plan = {"dropout": None if dropout_seed is None else plan.settings.get("dropout")}
+        self._refuse({"return_max_logit": max_logit is not None, "dropout_seed": dropout_seed, "key_indices": key_indices, **of_plan}, tensors)
+        with self._on(stream):
+            program = self._program(plan, Direction.FORWARD)
+            if max_logit is not None:
+                max_logit.fill_(-torch.inf)
+            self._run(program, tensors, max_logit=max_logit)
 
     def backward(
-        self, plan: Plan, stream: object = None, *, d_lse: Tensor | None = None, dropout_seed: object = None, key_indices: object = None, **tensors: Tensor | None
+        self, plan: Plan, stream: Any = None, *, d_lse: Tensor | None = None, dropout_seed: object = None, key_indices: object = None, **tensors: Tensor | None
     ) -> None:
         """Writes dq, dk, dv (and dsinks, summed over all ranks): as `Rank.backward`. Either all ranks have a d_lse, or none has one."""
-        self._refuse({"key_indices": key_indices})
-        program = self._program(plan, Direction.BACKWARD, d_lse is not None)
-        self._run(program, tensors, d_lse=None if d_lse is None else of_lse(d_lse))
+        self._refuse({"dropout_seed": dropout_seed, "key_indices": key_indices}, tensors)
+        with self._on(stream):
+            program = self._program(plan, Direction.BACKWARD, d_lse is not None)
+            self._run(program, tensors, d_lse=None if d_lse is None else of_lse(d_lse))
 
-    def to_heads(self, plan: Plan, side: Side, source: Tensor, to: Tensor, stream: object = None) -> None:
+    def to_heads(self, plan: Plan, side: Side, source: Tensor, to: Tensor, stream: Any = None) -> None:
         """From this rank's tokens and all heads to all tokens and this rank's heads."""
-        self._run(self._all_to_all(plan, AllToAll.TO_HEADS, side, source), {"own_tokens": source, "own_heads": to})
+        with self._on(stream):
+            self._run(self._all_to_all(plan, AllToAll.TO_HEADS, side, source), {"own_tokens": source, "own_heads": to})
 
-    def to_tokens(self, plan: Plan, side: Side, source: Tensor, to: Tensor, stream: object = None) -> None:
+    def to_tokens(self, plan: Plan, side: Side, source: Tensor, to: Tensor, stream: Any = None) -> None:
         """The inverse of `to_heads`."""
-        self._run(self._all_to_all(plan, AllToAll.TO_TOKENS, side, source), {"own_heads": source, "own_tokens": to})
+        with self._on(stream):
+            self._run(self._all_to_all(plan, AllToAll.TO_TOKENS, side, source), {"own_heads": source, "own_tokens": to})
 
     def _all_to_all(self, plan: Plan, way: AllToAll, side: Side, x: Tensor) -> Program:
         dtype = dtype_of("x", x)
@@ -89,12 +98,25 @@ class Executor:
         return self._made(plan, key, lambda: (plan.all_to_all_schedule(self.network.rank, way, side, key[2], dtype), None))
 
     def combine(
-        self, plan: Plan, to: CombineTo, stream: object = None, *, partial_o: Tensor, partial_lse: Tensor, o: Tensor, lse: Tensor, sinks: Tensor | None = None
+        self,
+        plan: Plan,
+        to: CombineTo,
+        stream: Any = None,
+        *,
+        partial_o: Tensor,
+        partial_lse: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        sinks: Tensor | None = None,
+        **more: Any,
     ) -> None:
         """Merges partial results of the same queries: as `Rank.combine`."""
-        partial = dtype_of("o", partial_o)
-        program = self._made(plan, ("combine", to, partial), lambda: (plan.combine_schedule(self.network.rank, to, partial), None))
-        self._run(program, {"partial_o": partial_o, "partial_lse": partial_lse, "o": o, "lse": lse, "sinks": sinks})
+        self._refuse({}, more)
+        tensors = {"partial_o": partial_o, "partial_lse": partial_lse, "o": o, "lse": lse, "sinks": sinks, **more}
+        with self._on(stream):
+            partial = dtype_of("o", partial_o)
+            program = self._made(plan, ("combine", to, partial), lambda: (plan.combine_schedule(self.network.rank, to, partial), None))
+            self._run(program, tensors)
 
     def prepare(self, plan: Plan, direction: Direction) -> None:
         """Makes the program of a plan; ranks compare it at its first run."""
@@ -112,10 +134,13 @@ class Executor:
             raise
 
     def record(self, capacity: int) -> None:
-        raise Unsupported(f"record is of cpattn's kernels, and kernels is {self.kernel.name!r}: use torch.profiler")
+        raise self._no_trace("record")
 
     def gather_trace(self) -> list[Any]:
-        return []
+        raise self._no_trace("trace")
+
+    def _no_trace(self, name: str) -> Unsupported:
+        return Unsupported(f"{name} is of cpattn's kernels, and kernels is {self.kernel.name!r}: use torch.profiler")
 
     def poll(self) -> None:
         """Raises if this rank has failed, or another one of the transport."""
@@ -129,11 +154,30 @@ class Executor:
         self._closed = True
         self._programs = WeakKeyDictionary()
         self._workspace = torch.empty(0, dtype=torch.uint8, device=self.device)
+        for memory in self._memories.values():
+            memory.clear()
 
-    def _refuse(self, of_call: Mapping[str, Any]) -> None:
-        """Refuses arguments of a call that change no message, on this rank alone."""
+    def _refuse(self, of_call: Mapping[str, Any], others: dict[str, Any]) -> None:
+        """Refuses arguments of a call that change no message, on this rank alone. What `Rank` takes besides tensors is taken out of
+        `others`."""
         self._check_open()
-        refuse(self.kernel, {**of_call, "device": self.device})
+        settings = {name: value for name, value in of_call.items() if value is not None and value is not False}
+        settings |= {name: others.pop(name) for name in _OF_RANK if name in others}
+        if settings:
+            refuse(self.kernel, {**settings, "device": self.device})
+
+    def _on(self, stream: Any) -> AbstractContextManager[Any]:
+        """Makes a stream the current one."""
+        if stream is None:
+            return nullcontext()
+        if self._streams is None:
+            raise Unsupported(f"stream is {stream!r}, None is needed: {self.device} has no streams")
+        if not callable(getattr(stream, "wait_event", None)):
+            raise InvalidArgument(f"stream is {stream!r}, a torch.Stream or None is needed with kernels={self.kernel.name!r}: None is the current stream of PyTorch")
+        if (device := torch.device(stream.device)) != self.device:
+            raise InvalidArgument(f"stream.device is {device}, {self.device} is needed, the device of the context")
+        current: AbstractContextManager[Any] = stream
+        return current
 
     def _program(self, plan: Plan, direction: Direction, lse_gradient: bool = False, compare: bool = True) -> Program:
         def make() -> tuple[Schedule, Attention]:
@@ -147,13 +191,15 @@ class Executor:
     def _made(self, plan: Plan, key: Any, make: Callable[[], tuple[Schedule, Attention | None]], compare: bool = True) -> Program:
         """The program of a plan. Its first run compares the plans of the ranks."""
         self._check_call()
-        of_plan, name = self._programs.setdefault(plan, {}), name_of(plan, key)
+        of_plan, names = self._programs.setdefault(plan, {}), self._names.setdefault(plan, {})
+        if (name := names.get(key)) is None:
+            name = names[key] = name_of(plan, key)
         if (program := of_plan.get(key)) is None:
             try:
                 # Tables that were made in inference mode would be of no use outside of it.
                 with torch.inference_mode(False):
                     schedule, attention = make()
-                    program = of_plan[key] = Program(schedule, self.network, name >> 8, attention)
+                    program = of_plan[key] = Program(schedule, self.network, name >> 8, attention, self._memories)
             except Exception:
                 if compare and self.network.world > 1 and name not in self._compared:
                     with suppress(Error):  # the first error is raised
@@ -166,8 +212,10 @@ class Executor:
     def _compare(self, name: int, plan: Plan, key: Any) -> None:
         """Once for each plan and direction, by value: ranks that make the same calls compare at the same calls. Each run is compared if
         TORCH_DISTRIBUTED_DEBUG is DETAIL and the backend has no tags, so that ranks with different plans would get each other's bytes."""
+        if self.network.world == 1:
+            return
         each = not self.network.tagged and c10d.get_debug_level() == c10d.DebugLevel.DETAIL
-        if self.network.world == 1 or (name in self._compared and not each):
+        if name in self._compared and not each:
             return
         own, said = self.network.rank, self.transport.agree(0, self.network.world, name)
         if refusing := [rank for rank, one in enumerate(said) if one == REFUSED]:
@@ -205,34 +253,31 @@ class Executor:
     def _exact(self) -> AbstractContextManager[Any]:
         """Without autocast, which would round partial results."""
         kind = self.device.type
-        on = attempt(torch.is_autocast_enabled, kind)  # raises for a device without autocast
-        return torch.autocast(kind, enabled=False) if on else nullcontext()
+        return torch.autocast(kind, enabled=False) if self._autocast and torch.is_autocast_enabled(kind) else nullcontext()
 
     def _bind(self, program: Program, tensors: Mapping[str, Tensor | None]) -> None:
         """Gives a program the tensors of a call. They must be as the plan says, and the plan must have them."""
-        known = {b.tensor.name.lower() for b in program.schedule.buffers if b.tensor is not None}
-        if unknown := sorted(name for name, tensor in tensors.items() if tensor is not None and name not in known):
+        known = program.tensors
+        if unknown := [name for name, tensor in tensors.items() if tensor is not None and name not in known]:
             raise InvalidArgument(
-                f"{unknown[0]} is set, None is needed: this plan with kernels={self.kernel.name!r} has only {', '.join(sorted(known))}. Leave it out, "
+                f"{min(unknown)} is set, None is needed: this plan with kernels={self.kernel.name!r} has only {', '.join(sorted(known))}. Leave it out, "
                 "or see PlanOptions for what makes a plan have it"
             )
-        for at, b in enumerate(program.schedule.buffers):
-            if b.tensor is None:
-                continue
-            name = b.tensor.name.lower()
+        for name, of in known.items():
             if (tensor := tensors.get(name)) is None:
                 raise InvalidArgument(f"{name} is None, a tensor is needed: the plan has {name}")
-            name = _NAMES.get(b.tensor, name)
-            rows = of_lse(tensor) if b.tensor in _LSES else tensor.reshape(1, b.heads, -1) if b.tensor in (Of.SINKS, Of.DSINKS) and tensor.numel() == b.heads * b.dim else tensor
-            if tuple(rows.shape) != b.shape:
-                needed = (b.heads, b.rows) if b.tensor in _LSES else b.shape
-                dims = "[heads, tokens]" if b.tensor in _LSES else "[tokens, heads, dim]"
-                raise InvalidArgument(f"{name} has the shape {tuple(tensor.shape)}, {needed} is needed: {dims}")
-            if tensor.dtype != TORCH_DTYPES[b.dtype]:
-                raise InvalidArgument(f"{name}.dtype is {tensor.dtype}, {TORCH_DTYPES[b.dtype]} is needed: convert the tensor, or make the Plan with another dtype")
+            rows = of_lse(tensor) if of.is_lse else tensor.detach()
+            if of.is_sinks and rows.numel() == of.shape[1] * of.shape[2]:
+                rows = rows.reshape(1, of.shape[1], -1)
+            if rows.shape != of.shape:
+                heads, count = of.shape[1], of.shape[0]
+                needed, dims = ((heads, count), "[heads, tokens]") if of.is_lse else (of.shape, "[tokens, heads, dim]")
+                raise InvalidArgument(f"{of.name} has the shape {tuple(tensor.shape)}, {needed} is needed: {dims}")
+            if tensor.dtype != of.dtype:
+                raise InvalidArgument(f"{of.name}.dtype is {tensor.dtype}, {of.dtype} is needed: convert the tensor, or make the Plan with another dtype")
             if tensor.device != self.device:
-                raise InvalidArgument(f"{name}.device is {tensor.device}, {self.device} is needed, the device of the context")
-            program.buffers.tensors[at] = rows.detach()
+                raise InvalidArgument(f"{of.name}.device is {tensor.device}, {self.device} is needed, the device of the context")
+            program.buffers.tensors[of.number] = rows
 
     def _room(self, size: int) -> None:
         if self._workspace.numel() < size:

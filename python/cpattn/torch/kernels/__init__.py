@@ -19,7 +19,8 @@ from .math import Math
 from .names import find, of_model
 from .rectangles import Rectangles
 from .rows import Rows
+from .scratch import Fresh, Memory, Scratch
 from .varlen import varlen
 from .work import Work
 
-__all__ = ["Honours", "Kernel", "Math", "Rectangles", "Rows", "Work", "find", "of_model", "refuse", "varlen"]
+__all__ = ["Fresh", "Honours", "Kernel", "Math", "Memory", "Rectangles", "Rows", "Scratch", "Work", "find", "of_model", "refuse", "varlen"]

@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .scratch import Fresh
+
 
 class HeadMap:
     """`expands`: k and v are copied for each q head."""
@@ -26,14 +28,15 @@ class HeadMap:
         self._index = torch.tensor(of_q, device="cpu").to(device)
         self._runs = [(head, self.of_q.index(head), self.of_q.count(head)) for head in sorted(set(self.of_q))]
 
-    def expanded(self, x: Tensor) -> Tensor:
-        return x.index_select(1, self._index) if self.expands else x
+    def expanded(self, x: Tensor, room: Fresh | None = None) -> Tensor:
+        return (room or Fresh(x.device)).take(x, self._index, 1) if self.expands else x
 
-    def summed(self, gradient: Tensor) -> Tensor:
+    def summed(self, gradient: Tensor, room: Fresh | None = None) -> Tensor:
         """A gradient by q heads as one by kv heads."""
         if not self._sums:
             return gradient
-        total = gradient.new_zeros(gradient.shape[0], self.kv_heads, gradient.shape[2])
+        shape = gradient.shape[0], self.kv_heads, gradient.shape[2]
+        total = (room or Fresh(gradient.device)).zeros(shape, gradient.dtype)
         for head, first, count in self._runs:
-            total[:, head] = gradient[:, first : first + count].sum(1)
+            torch.sum(gradient.narrow(1, first, count), 1, out=total.select(1, head))
         return total

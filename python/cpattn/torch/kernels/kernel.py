@@ -19,8 +19,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ...arguments import instance
+from ...arguments import instance, one_of
 from ...errors import Unsupported
+from ...options import LseBase
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -88,7 +89,7 @@ def refuse(kernel: Kernel, settings: Mapping[str, Any]) -> None:
 
     `settings` has the names of `PlanOptions`, of a call and of a context; those that are missing are not asked for: dtype (of
     PyTorch), device, head_dim, value_dim, heads, kv_heads, window_left, window_right, softcap, alibi_slopes, return_max_logit,
-    dropout, key_indices, deterministic, reproducible, backward, lse_gradient."""
+    dropout, dropout_seed, key_indices, lse_base, block_table, page_size, page_stride, deterministic, reproducible, backward, lse_gradient."""
     instance("kernel", kernel, Kernel, "a kernel is needed: see cpattn.torch.kernels.find")
     told, dtype = Asked(settings), settings.get("dtype")
     able, faults = (kernel.of(dtype) if dtype is not None else kernel).honours, []
@@ -122,8 +123,16 @@ def refuse(kernel: Kernel, settings: Mapping[str, Any]) -> None:
         no("return_max_logit", True, "False is needed")
     if told.number("dropout"):
         no("dropout", settings["dropout"], "0 is needed")
-    if settings.get("key_indices") is not None:
-        no("key_indices", "set", "None is needed")
+    if settings.get("dropout_seed") is not None:
+        no("dropout_seed", settings["dropout_seed"], "None is needed: no plan has dropout")
+    if settings.get("lse_base") is not None and one_of("lse_base", settings["lse_base"], LseBase) != LseBase.NATURAL:
+        no("lse_base", repr(settings["lse_base"]), "'natural' is needed")
+    for name in ("key_indices", "block_table"):
+        if settings.get(name) is not None:
+            no(name, "set", "None is needed")
+    for name in ("page_size", "page_stride"):
+        if settings.get(name) is not None:
+            no(name, settings[name], "None is needed")
     if settings.get("reproducible"):
         no("reproducible", True, "False is needed: the order of a kernel's sums depends on its rows")
     if settings.get("deterministic") and not able.deterministic:
@@ -150,6 +159,7 @@ class Asked:
 def way_out(kernel: Kernel, settings: Mapping[str, Any]) -> str:
     """What to use instead."""
     ours = 'kernels="cpattn", the kernels of this library'
-    if settings.get("dropout") or settings.get("key_indices") is not None or settings.get("reproducible") or kernel.name == "math":
+    of_ours = ("dropout_seed", "key_indices", "lse_base", "block_table", "page_size", "page_stride")
+    if settings.get("dropout") or settings.get("reproducible") or kernel.name == "math" or any(settings.get(name) is not None for name in of_ours):
         return f"Use {ours}"
     return f'Use {ours}, or kernels="math", which has no such limit'

@@ -24,13 +24,11 @@ from ...schedule import Op
 from .heads import HeadMap
 from .kernel import columns_of_delta
 from .rectangles import Rectangle, Rectangles, causal, rectangles_of, rows_of_runs
+from .scratch import Fresh, Index
 from .trial import returned, returned_gradients, tried
 
 if TYPE_CHECKING:
     from .work import Work
-
-Index = slice | torch.Tensor
-
 
 def index_of(rows: Tensor, device: torch.device) -> Index:
     """Rows as a slice, which copies nothing, or as a table on the device."""
@@ -39,12 +37,8 @@ def index_of(rows: Tensor, device: torch.device) -> Index:
     return rows.to(device)
 
 
-def take(x: Tensor, index: Index) -> Tensor:
-    return x[index] if isinstance(index, slice) else x.index_select(0, index)
-
-
 class Turn(NamedTuple):
-    """Some rows of a call, and their places. `fresh`: no call and no turn before had these places, where results are merged."""
+    """Some rows of a call, and their places. `fresh`: no call and no turn before had these places."""
 
     rows: Index
     places: Index
@@ -54,8 +48,13 @@ class Turn(NamedTuple):
 class Places:
     """Where the results of calls belong, in turns of which none has a place twice."""
 
-    def __init__(self, count: int, device: torch.device, merges: bool = False):
-        self._had, self._device, self._merges = torch.zeros(count, dtype=torch.bool, device="cpu"), device, merges
+    def __init__(self, count: int, device: torch.device):
+        self._had, self._device = torch.zeros(count, dtype=torch.bool, device="cpu"), device
+
+    @property
+    def all_had(self) -> bool:
+        """Whether turns so far have had every place."""
+        return bool(self._had.all())
 
     def turns(self, parts: Sequence[Tensor]) -> list[Turn]:
         """`parts` are the places of each sequence of a call. A sequence has no place twice."""
@@ -73,7 +72,7 @@ class Places:
         for level_parts in levels:
             rows = torch.cat([torch.arange(begin, begin + len(part), device="cpu") for begin, part in level_parts])
             places = torch.cat([part for _, part in level_parts])
-            had = self._had[places] if self._merges else torch.zeros_like(places, dtype=torch.bool)
+            had = self._had[places]
             for mask, fresh in ((~had, True), (had, False)):
                 if bool(mask.any()):
                     turns.append(Turn(index_of(rows[mask], self._device), index_of(places[mask], self._device), fresh))
@@ -109,16 +108,23 @@ class ByRectangles:
         for one in found:
             groups.setdefault((one.left, one.right), []).append(one)
         rows = torch.arange(work.rows.start, work.rows.stop, device="cpu") if isinstance(work.rows, slice) else work.rows.cpu()
-        of_q = Places(work.count, work.device, merges=True)
+        of_q = Places(work.count, work.device)
         of_k = Places(work.k.rows, work.device)
         self._calls = [self._call(op, limits, group, rows, of_q, of_k, slopes) for limits, group in groups.items()]
         for call in self._calls:
             self.kernel.prepare(call.arguments)
         self.calls = [self._describe(call, group) for call, group in zip(self._calls, groups.values())]
-        # A result that is the whole of one call needs no copy.
-        turns = self._calls[0].of_q if len(self._calls) == 1 else []
-        every = slice(0, work.count)
-        self._whole = len(turns) == 1 and all(isinstance(index, slice) and index == every for index in turns[0][:2])
+        # A result that is the whole of one call needs no copy, and one that calls write all of no zeros.
+        self._whole = self._is_whole([call.of_q for call in self._calls], work.count)
+        self._whole_k = self._is_whole([call.of_k for call in self._calls], work.k.rows)
+        self._all_q, self._all_k = of_q.all_had, of_k.all_had
+        self._dims_of: dict[tuple[int, int, int], tuple[int, int]] = {}
+
+    @staticmethod
+    def _is_whole(of_calls: Sequence[Sequence[Turn]], count: int) -> bool:
+        turns = of_calls[0] if len(of_calls) == 1 else []
+        every = slice(0, count)
+        return len(turns) == 1 and all(isinstance(index, slice) and index == every for index in turns[0][:2])
 
     def _call(
         self,
@@ -166,62 +172,75 @@ class ByRectangles:
         }
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        work, dims = self.work, self._dims(q, v, 0)
+        work, room, kind, dims = self.work, self.work.room, self.work.accumulator, self._dims(q, v, 0)
         if not self._whole:
-            o = torch.zeros(work.count, q.shape[1], v.shape[2], dtype=work.accumulator, device=q.device)
-            lse = torch.full((q.shape[1], work.count), -torch.inf, dtype=work.accumulator, device=q.device)
+            make = room.empty if self._all_q else room.zeros
+            o, lse = make((work.count, q.shape[1], v.shape[2]), kind), make((q.shape[1], work.count), kind)
+            if not self._all_q:
+                lse.fill_(-torch.inf)
         for call in self._calls:
-            mine = self._inputs(take(q, call.q), take(k, call.k), take(v, call.k), dims)
+            mine = self._inputs(room.take(q, call.q), room.take(k, call.k), room.take(v, call.k), dims)
             part, logs = returned(self.kernel, *mine, *self.kernel.forward(*mine, call.arguments))
-            part, logs = part[..., : v.shape[2]].to(work.accumulator), logs.to(work.accumulator)
+            part = part if part.shape[2] == v.shape[2] else part.narrow(2, 0, v.shape[2])
             if self._whole:
-                return part, logs
+                return room.cast(part, kind), room.cast(logs, kind)
+            logs = logs.t()
             for turn in call.of_q:
-                values, of_rows = take(part, turn.rows), take(logs.T, turn.rows)
+                values, of_rows = room.take(part, turn.rows), room.take(logs, turn.rows)
                 if not turn.fresh:
-                    values, of_rows = merged(take(o, turn.places), take(lse.T, turn.places), values, of_rows)
-                put(o, turn.places, values)
-                put(lse.T, turn.places, of_rows)
+                    earlier = room.take(o, turn.places), room.take(lse.t(), turn.places)
+                    values, of_rows = merged(room, *earlier, room.cast(values, kind), room.cast(of_rows, kind))
+                room.put(o, turn.places, values)
+                room.put(lse.t(), turn.places, of_rows)
         return o, lse
 
     def backward(
         self, d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, lse_gradient: bool
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """`lse` and `delta` are [rows, heads] of the q view."""
-        work = self.work
+        work, room, kind = self.work, self.work.room, self.work.accumulator
         columns = columns_of_delta(q.dtype) if lse_gradient and not self.able.takes_delta else 0
         dims = self._dims(q, v, columns)
         queries, keys = work.gradients
         of_k = self.heads.kv_heads
-        dq = torch.zeros(work.count, *q.shape[1:], dtype=work.accumulator, device=q.device) if queries else None
-        dk = torch.zeros(k.shape[0], of_k, k.shape[2], dtype=work.accumulator, device=q.device) if keys else None
-        dv = torch.zeros(v.shape[0], of_k, v.shape[2], dtype=work.accumulator, device=q.device) if keys else None
+        of_q_rows, of_k_rows = (room.empty if every else room.zeros for every in (self._all_q, self._all_k))
+        dq = of_q_rows((work.count, *q.shape[1:]), kind) if queries and not self._whole else None
+        keeps = keys and not self._whole_k
+        dk, dv = (of_k_rows((k.shape[0], of_k, x.shape[2]), kind) if keeps else None for x in (k, v))
         for call in self._calls:
-            d, logs, of_rows = (take(x, call.q) for x in (d_o, lse, delta))
-            mine = self._inputs(take(q, call.q), take(k, call.k), take(v, call.k), dims)
+            d, logs, of_rows = (room.take(x, call.q) for x in (d_o, lse, delta))
+            mine = self._inputs(room.take(q, call.q), room.take(k, call.k), room.take(v, call.k), dims)
             o = None
             if not self.able.takes_delta:
-                d, o = with_delta(d, of_rows, columns)
-                o = padded(o, dims[1]).contiguous()
-            d = self._strided(padded(d, dims[1]))
-            parts = self.kernel.backward(
-                d, *mine, o, logs.T.contiguous(), call.arguments, delta=of_rows.T.contiguous()
-            )
+                d, o = with_delta(room, d, of_rows, columns)
+                o = room.contiguous(padded(room, o, dims[1]))
+            d = self._strided(padded(room, d, dims[1]))
+            parts = self.kernel.backward(d, *mine, o, room.contiguous(logs.t()), call.arguments, delta=room.contiguous(of_rows.t()))
             returned_gradients(self.kernel, mine, parts)
-            of_q, *of_keys = (x.to(work.accumulator) for x in parts)
-            if dq is not None:
-                of_q = -of_q if self._negative else of_q
-                for turn in call.of_q:
-                    add(dq, turn.places, take(of_q[..., : q.shape[2]], turn.rows))
-            for whole, part in zip((dk, dv), of_keys):
-                if whole is not None:
-                    part = self.heads.summed(part[..., : whole.shape[2]])
-                    for turn in call.of_k:
-                        add(whole, turn.places, take(part, turn.rows))
+            of_q, *of_keys = parts
+            if queries:
+                of_q = of_q if of_q.shape[2] == q.shape[2] else of_q.narrow(2, 0, q.shape[2])
+                of_q = torch.neg(of_q, out=room.like(of_q)) if self._negative else of_q
+                dq = self._collected(dq, of_q, call.of_q)
+            if keys:
+                of_keys = [part if part.shape[2] == x.shape[2] else part.narrow(2, 0, x.shape[2]) for part, x in zip(of_keys, (k, v))]
+                of_keys = [self.heads.summed(room.cast(part, kind), room) for part in of_keys]
+                dk, dv = (self._collected(whole, part, call.of_k) for whole, part in zip((dk, dv), of_keys))
         return dq, dk, dv
+
+    def _collected(self, whole: Tensor | None, part: Tensor, turns: Sequence[Turn]) -> Tensor:
+        """A gradient with that of a call; None is a gradient that is the call's."""
+        room = self.work.room
+        if whole is None:
+            return room.cast(part, self.work.accumulator)
+        for turn in turns:
+            (room.put if turn.fresh else room.add)(whole, turn.places, room.take(part, turn.rows))
+        return whole
 
     def _dims(self, q: Tensor, v: Tensor, columns: int) -> tuple[int, int]:
         """The dims of q and k, and of v, that the kernel is given."""
+        if (found := self._dims_of.get((q.shape[2], v.shape[2], columns))) is not None:
+            return found
         able = self.able
         dims = [-(-dim // able.head_dim_multiple) * able.head_dim_multiple for dim in (q.shape[2], v.shape[2] + columns)]
         if not able.value_dim:
@@ -231,15 +250,17 @@ class ByRectangles:
             raise Unsupported(
                 f"kernels={self.kernel.name!r} has head dims up to {able.head_dim}, {max(dims)} is needed{of_lse}: use kernels=\"math\" or \"cpattn\""
             )
+        self._dims_of[q.shape[2], v.shape[2], columns] = dims[0], dims[1]
         return dims[0], dims[1]
 
     def _inputs(self, q: Tensor, k: Tensor, v: Tensor, dims: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
-        q = -q if self._negative else q
-        q, k, v = padded(q, dims[0]), padded(self.heads.expanded(k), dims[0]), padded(self.heads.expanded(v), dims[1])
+        room = self.work.room
+        q = torch.neg(q, out=room.like(q)) if self._negative else q
+        q, k, v = padded(room, q, dims[0]), padded(room, self.heads.expanded(k, room), dims[0]), padded(room, self.heads.expanded(v, room), dims[1])
         return self._strided(q), self._strided(k), self._strided(v)
 
     def _strided(self, x: Tensor) -> Tensor:
-        return x if self.able.strides and x.stride(-1) == 1 else x.contiguous()
+        return x if self.able.strides and x.stride(-1) == 1 else self.work.room.contiguous(x)
 
 
 def refuse_windows(name: str, rectangles: Iterable[Rectangle]) -> None:
@@ -263,44 +284,41 @@ def cumulative(lengths: Iterable[int], device: torch.device) -> Tensor:
     return torch.tensor([0, *lengths], device="cpu").cumsum(0).to(torch.int32).to(device)
 
 
-def padded(x: Tensor, dim: int) -> Tensor:
+def padded(room: Fresh, x: Tensor, dim: int) -> Tensor:
     """More columns of zeros."""
-    return x if x.shape[2] == dim else torch.nn.functional.pad(x, (0, dim - x.shape[2]))
+    if x.shape[2] == dim:
+        return x
+    result = room.zeros((*x.shape[:2], dim), x.dtype)
+    result.narrow(2, 0, x.shape[2]).copy_(x)
+    return result
 
 
-def put(x: Tensor, places: Index, values: Tensor) -> None:
-    if isinstance(places, slice):
-        x[places] = values
-    else:
-        x.index_copy_(0, places, values)
-
-
-def add(x: Tensor, places: Index, values: Tensor) -> None:
-    """Adds rows, of which none occurs twice."""
-    if isinstance(places, slice):
-        x[places] += values
-    else:
-        x.index_add_(0, places, values)
-
-
-def merged(o: Tensor, lse: Tensor, part: Tensor, logs: Tensor) -> tuple[Tensor, Tensor]:
+def merged(room: Fresh, o: Tensor, lse: Tensor, part: Tensor, logs: Tensor) -> tuple[Tensor, Tensor]:
     """Two partial results of the same rows, all of which have keys in both: [rows, heads, dim] and [rows, heads]."""
-    total = torch.logaddexp(lse, logs)
-    return o * (lse - total).exp().unsqueeze(2) + part * (logs - total).exp().unsqueeze(2), total
+    total = torch.logaddexp(lse, logs, out=room.like(lse))
+    old, new = (torch.sub(x, total, out=room.like(total)).exp_().unsqueeze(2) for x in (lse, logs))
+    return torch.mul(o, old, out=room.like(o)).addcmul_(part, new), total
 
 
-def with_delta(d_o: Tensor, delta: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+def with_delta(room: Fresh, d_o: Tensor, delta: Tensor, columns: int) -> tuple[Tensor, Tensor]:
     """d_o and an o with rowsum(o·d_o) = delta, in the type of d_o. With `columns` both have so many more."""
-    wide, delta = d_o.to(delta.dtype), delta.unsqueeze(2)
+    delta = delta.unsqueeze(2)
     if columns:
-        rest, words = delta, []
-        for _ in range(columns):
-            words.append(rest.to(d_o.dtype))
-            rest = rest - words[-1]
-        o = torch.cat([torch.zeros_like(d_o), *words], 2)
-        return torch.cat([d_o, torch.ones_like(o[..., :columns])], 2), o
+        rows, heads, dim = d_o.shape
+        d, o = room.empty((rows, heads, dim + columns), d_o.dtype), room.zeros((rows, heads, dim + columns), d_o.dtype)
+        d.narrow(2, 0, dim).copy_(d_o)
+        d.narrow(2, dim, columns).fill_(1.0)
+        rest = room.like(delta).copy_(delta)
+        for column in range(dim, dim + columns):
+            rest.sub_(o.narrow(2, column, 1).copy_(rest))
+        return d, o
+    wide = room.cast(d_o, delta.dtype)
+    unit = torch.abs(wide, out=room.like(wide))
     # Squares of small numbers would be 0.
-    largest = wide.abs().amax(2, keepdim=True)
-    unit = wide / largest.where(largest > 0, 1)
-    square = unit.square().sum(2, keepdim=True)
-    return d_o, (unit * (delta / (largest * square)).where(largest > 0, 0)).to(d_o.dtype)
+    largest = torch.amax(unit, 2, keepdim=True, out=room.like(delta))
+    nothing = torch.le(largest, 0.0, out=room.empty(delta.shape, torch.bool))
+    largest.masked_fill_(nothing, 1.0)
+    torch.div(wide, largest, out=unit)
+    square = torch.sum(torch.mul(unit, unit, out=room.like(unit)), 2, keepdim=True, out=room.like(delta))
+    scale = torch.div(delta, square.mul_(largest), out=square).masked_fill_(nothing, 0.0)
+    return d_o, torch.mul(unit, scale, out=room.empty(d_o.shape, d_o.dtype))

@@ -19,10 +19,12 @@ from .kernel import Kernel
 from .math import accumulator
 from .packed import ByRectangles
 from .rows import Rows, groups_of
+from .scratch import Fresh
 
 
 class Work:
-    """`slopes` of ALiBi are those of all heads of the model, [heads], or [documents, heads].
+    """`slopes` of ALiBi are those of all heads of the model, [heads], or [documents, heads]. Results are in memory of `room` (None: of their
+    own), which its owner begins.
 
     `calls` describes each call of the kernel, for `explain`."""
 
@@ -30,11 +32,11 @@ class Work:
     count: int
     calls: list[dict[str, Any]]
 
-    def __init__(self, kernel: Kernel, op: Op, device: torch.device | str, dtype: torch.dtype, slopes: Tensor | None = None):
+    def __init__(self, kernel: Kernel, op: Op, device: torch.device | str, dtype: torch.dtype, slopes: Tensor | None = None, room: Fresh | None = None):
         if op.q is None or op.k is None or op.v is None:
             raise InvalidArgument(f"op.kind is {op.kind.name}, ATTEND or ATTEND_BACKWARD is needed")
         self.kernel, self.op, self.device, self.dtype = kernel.of(dtype), op, torch.device(device), dtype
-        self.accumulator = accumulator(dtype)
+        self.room, self.accumulator = room or Fresh(self.device), accumulator(dtype)
         self.q, self.k, self.v = op.q, op.k, op.v
         self.rows, self.count = rows_of(op, self.device)
         self.gradients, self.kv = gradients_of(op), kv_of(op, op.q)
@@ -66,7 +68,7 @@ class Work:
 
     def mine(self, x: Tensor) -> Tensor:
         """The rows of a q view that this work computes, in its order."""
-        return x[self.rows] if isinstance(self.rows, slice) else x.index_select(0, self.rows)
+        return self.room.take(x, self.rows)
 
 
 class ByRows:

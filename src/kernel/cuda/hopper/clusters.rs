@@ -16,6 +16,9 @@ use std::ffi::OsString;
 /// The environment variable that asks for clusters.
 pub(in crate::kernel::cuda) const VARIABLE: &str = "CPATTN_CUDA_CLUSTER";
 
+/// Its module, which no library has.
+pub(in crate::kernel::cuda) const MODULE: &str = "hopper_cluster_bf16_128";
+
 /// Whether there is such a kernel, by the index of [`SHAPES`].
 pub(in crate::kernel::cuda) const HAS_KERNEL: [bool; SHAPES.len()] = [false, false, true, false, false, false, false];
 

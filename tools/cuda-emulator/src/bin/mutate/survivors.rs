@@ -29,12 +29,14 @@ pub fn equivalents() -> Result<Vec<Equivalent>, String> {
     Ok(out)
 }
 
-/// The shipped texts by file, in no order. A file for bf16 stands for two modules: the host makes that for f16 from it
-/// (`src/kernel/cuda/embedded.rs`), which is listed under the name that its file would have.
+/// The shipped texts by file, in no order, and those of the folder that `CPATTN_CUDA_KERNELS` names. A file for bf16
+/// stands for two modules: the host makes that for f16 from it (`src/kernel/cuda/embedded.rs`), which is listed under
+/// the name that its file would have.
 fn texts() -> Vec<(String, String)> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../ptx/compiled");
+    let apart = std::env::var_os("CPATTN_CUDA_KERNELS").map(std::path::PathBuf::from);
     let mut out = Vec::new();
-    for e in std::fs::read_dir(folder).into_iter().flatten().flatten() {
+    for e in apart.into_iter().chain([folder]).filter_map(|of| std::fs::read_dir(of).ok()).flatten().flatten() {
         let name = e.file_name().to_string_lossy().into_owned();
         let (true, Ok(text)) = (name.ends_with(".ptx"), std::fs::read_to_string(e.path())) else { continue };
         if name.contains("_bf16_") {
@@ -140,7 +142,7 @@ mod tests {
         let (only, files) = (matching("_bf16_128.ptx cpattn_hopper").unwrap(), files());
         let mut left = never_launched(&only, &BTreeMap::new(), &files);
         left.sort();
-        let expected = ["backward", "cluster", "forward"].map(|k| format!("hopper_{k}_bf16_128.ptx cpattn_hopper_{k}"));
+        let expected = ["backward", "forward"].map(|k| format!("hopper_{k}_bf16_128.ptx cpattn_hopper_{k}"));
         assert_eq!(left, expected);
         let mutant = || Mutant { text: String::new(), caught: Some("OtherResult".to_owned()) };
         let key = |of: &str| {
@@ -149,7 +151,7 @@ mod tests {
         };
         let all: BTreeMap<Key, Mutant> = only.kernels.split(',').map(|of| (key(of), mutant())).collect();
         assert!(never_launched(&only, &all, &files).is_empty() && is_settled(&only, &all, &[], &files));
-        let without = all.into_iter().filter(|((_, kernel, _), _)| kernel != "cpattn_hopper_cluster").collect();
+        let without = all.into_iter().filter(|((_, kernel, _), _)| kernel != "cpattn_hopper_forward").collect();
         assert_eq!(never_launched(&only, &without, &files), expected[1..2]);
         assert!(!is_settled(&only, &without, &[], &files));
     }
