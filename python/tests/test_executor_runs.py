@@ -177,8 +177,7 @@ class Runs(unittest.TestCase):
                         if to is not None:
                             rank.to_heads(plan, Side.Q, source, to)
 
-                    for _ in range(2):  # the first run makes its tables, the second the views of memory that has grown
-                        run()
+                    run()
                     counting, network = Allocations(), rank.network
                     moves = {key: counting.others(getattr(network, key)) for key in ("post", "wait")}
                     double = copy.copy(kernel)

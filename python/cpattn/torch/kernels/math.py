@@ -123,4 +123,6 @@ def parts(q: Tensor, k: Tensor, group: Group, call: Rows) -> Iterator[Part]:
             s, slope = call.softcap * t, slope * (1 - t * t)
         if group.slopes is not None:
             s = s - group.slopes.to(wide)[:, None, None] * torch.cat(distance, 1).abs()
-        yield Part(mine, s.masked_fill(~torch.cat(allowed, 1), -torch.inf), slope, k_rows)
+        # Where rows see all keys, there is nothing to mask.
+        s = s if all(keys.every for keys in group.keys) else s.masked_fill_(~torch.cat(allowed, 1), -torch.inf)
+        yield Part(mine, s, slope, k_rows)

@@ -30,6 +30,8 @@ class Keys:
     end: Tensor
     k_pos: Tensor
     q_pos: Tensor
+    # Each row attends to all of them.
+    every: bool = False
 
 
 @dataclass(frozen=True)
@@ -129,5 +131,6 @@ def keys_of(q: Range, k: Range, band: Band, begin: Tensor, end: Tensor, used: Te
     read = edges.cumsum(0)[:-1] > 0
     before = torch.cat([torch.zeros(1, dtype=torch.long, device="cpu"), read.cumsum(0)])
     places = read.nonzero()[:, 0]
-    tables = (k.row + places, before[begin[used]], before[end[used]], positions(k)[places] + band.shift, positions(q)[used])
-    return Keys(*(x.to(device) for x in tables))
+    first, last = before[begin[used]], before[end[used]]
+    tables = (k.row + places, first, last, positions(k)[places] + band.shift, positions(q)[used])
+    return Keys(*(x.to(device) for x in tables), every=bool((first == 0).all() and (last == len(places)).all()))
