@@ -211,13 +211,13 @@ class Rollouts(unittest.TestCase):
         places = {"/v1/completions": "at a request to", "/update_weights": "at sending weights to", "/init_weight_transfer_engine": "at connecting to"}
         for path, words in places.items():
             with self.subTest(path), vllm_double.serving("llama", fails=path, after=int(path == "/v1/completions")) as (_, address), tempfile.TemporaryDirectory() as folder:
-                said = processes.run(_failed, 4, address, "defaults", 4, 2, folder)
+                said = processes.run(_failed, 4, address, "defaults", 4, 2, folder, seconds=400)
                 self.assertIn("as the test wants it", said[0])
                 for rank in (1, 2, 3):
                     self.assertIn(f"process 0 failed {words} the vLLM server", said[rank])
                     self.assertIn("as the test wants it", said[rank])
         with tempfile.TemporaryDirectory() as folder:
-            for said in processes.run(_failed, 2, vllm_double.free_address(), "rloo", 4, 1, folder):
+            for said in processes.run(_failed, 2, vllm_double.free_address(), "rloo", 4, 1, folder, seconds=400):
                 self.assertIn("vLLM server can't be reached", said)
 
 
