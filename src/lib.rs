@@ -11,7 +11,7 @@
 //! | [`plan`] | problem × mesh × layout → [`Plan`]; explanations, shards, automatic choices |
 //! | [`schedule`] | a plan as lists of operations, one for each rank; their verification |
 //! | [`call`] | arguments of kernels: ranges, scores, heads, tensors |
-//! | [`kernel`] | attention over ranges, transforms, merges: reference, CPU, CUDA |
+//! | [`kernel`] | attention over ranges, transforms, merges: reference, CPU, CUDA; kernels of your own |
 //! | [`transport`] | communication: threads or CUDA devices of one process, processes over MPI or NCCL, your own |
 //! | [`runtime`] | a [`Rank`] runs plans |
 //! | `cudarc` | slices, contexts and streams of cudarc |

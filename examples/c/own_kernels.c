@@ -279,10 +279,10 @@ int main(void) {
   cpattn_rank *rank = NULL;
   cpattn_rank_options wrong = CPATTN_RANK_OPTIONS_INIT;
   must(cpattn_local_group(1, 1000, &transport));
-  for (int i = 0; i < 6; i++) {
+  for (int i = 0; i < 7; i++) {
     cpattn_kernel_table table = table_of(&n[0]);
     static const char *words[] = {"kernel.forward is NULL", "kernel.name is NULL", "kernel.dtypes is 0", "kernel.head_dim is 0",
-                                  "kernel.honours is 64", "kernel.struct_size is 8"};
+                                  "kernel.honours is 64", "kernel.struct_size is 8", "workers is 2, expected 1 with options.kernel"};
     wrong.kernel = &table;
     if (i == 0) table.forward = NULL;
     if (i == 1) table.name = NULL;
@@ -290,6 +290,7 @@ int main(void) {
     if (i == 3) table.head_dim = 0;
     if (i == 4) table.honours = 64;
     if (i == 5) table.struct_size = 8;
+    if (i == 6) wrong.workers = 2;
     int before = n[0].released;
     expect(cpattn_rank_create(transport, &wrong, &rank) == CPATTN_INVALID && strstr(cpattn_last_error(), words[i]), words[i]);
     expect(n[0].released == before, "a refused table is not released");

@@ -62,6 +62,16 @@ fn parts_of_f32() {
     right::<f32, f32>(Dtype::F32, 4e-7);
 }
 
+/// A combine is no attention: ranks with a kernel of the caller's do it as others do.
+#[test]
+fn ranks_with_a_kernel_of_ones_own() {
+    let all = |plan: &Plan, to, parts: &Parts<f32>| {
+        let ranks = crate::own_kernel::ranks(plan.mesh().world(), |_| crate::common::plain_kernel::PlainKernel::new());
+        run::<f32, f32>(ranks, plan, to, parts)
+    };
+    combined::right(Dtype::F32, [4e-7, 2e-7], &[(1, 2), (2, 2)], all);
+}
+
 #[test]
 fn parts_of_bf16_and_of_f32_for_bf16() {
     right::<bf16, bf16>(Dtype::Bf16, 5e-3);

@@ -5,6 +5,7 @@
 use crate::agreement::FAR;
 use crate::common::{
     Data, Random, Results, check_within, one_rank,
+    own::{Own, Slot, compact, gaps, heads_first},
     plain_kernel::{PlainKernel, Wrong},
     reference, run_with,
 };
@@ -12,13 +13,26 @@ use crate::context_parallel::mesh;
 use crate::slices::{any_plan, any_problem, number, poison};
 use cpattn::{
     Batch, Cause, Dtype, Element, Error, Layout, Mask, Options, Plan, Problem, Rank, Result, Side, Slice, View,
-    ViewMut, kernel::varlen::VarlenKernel, runtime::LseBase, transport::local,
+    ViewMut,
+    call::{Merge, Transform},
+    kernel::{
+        cpu,
+        varlen::{Elements, ElementsMut, Honours, Rectangles, VarlenKernel},
+    },
+    runtime::LseBase,
+    transport::local,
 };
 use half::bf16;
-use std::time::{Duration, Instant};
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering::Relaxed},
+    },
+    time::{Duration, Instant},
+};
 
 /// Ranks with a kernel each.
-fn ranks<K: VarlenKernel + 'static>(world: usize, kernel: impl Fn(usize) -> K) -> Vec<Rank> {
+pub fn ranks<K: VarlenKernel + 'static>(world: usize, kernel: impl Fn(usize) -> K) -> Vec<Rank> {
     let ends = local::group(world, FAR).unwrap().into_iter().enumerate();
     ends.map(|(rank, end)| Rank::with_kernel(end, kernel(rank))).collect()
 }
@@ -148,7 +162,7 @@ fn what_a_kernel_does_not_honour() {
         let little = |_| {
             let mut kernel = PlainKernel::new();
             kernel.name = "little";
-            kernel.honours = cpattn::kernel::varlen::Honours::new(&[Dtype::F32], 32);
+            kernel.honours = Honours::new(&[Dtype::F32], 32);
             kernel
         };
         let prepare = |mut rank: Rank| {
@@ -206,7 +220,7 @@ fn outcomes(
     let outcomes = std::thread::scope(|scope| {
         let each = ranks(plan.mesh().world(), kernel).into_iter().map(|mut rank| {
             scope.spawn(move || {
-                let mut own = crate::common::own::Own::new(plan, data, rank.rank(), crate::common::own::compact);
+                let mut own = Own::new(plan, data, rank.rank(), compact);
                 let first = own.forward(&mut rank, plan).and_then(|()| own.backward(&mut rank, plan));
                 if let Err(error) = &first {
                     // The group stays failed.
@@ -301,6 +315,96 @@ fn an_lse_that_cannot_be() {
     nan.q[5] = f32::NAN;
     let got = run(&plan, &nan, |_| PlainKernel::new()).unwrap();
     assert_eq!(got.lse.iter().filter(|x| x.is_nan()).count(), 1);
+}
+
+/// Tensors of any strides, runs of several plans in turn: always the same bits, and nothing beside the tensors.
+#[test]
+fn runs_repeat_bit_for_bit() {
+    let p = problem(&[40, 13]).with_sinks(true);
+    let data = Data::<f32>::random(&p, 3);
+    // Rows of any strides are packed before they are sent.
+    let options = Options::new().pack_inputs(true);
+    let ring = Plan::builder(&p).mesh(mesh(1, 2)).layout(Layout::Zigzag).options(options).build().unwrap();
+    let plans = [ring, Plan::new(&p, mesh(2, 1), Layout::Contiguous).unwrap()];
+    let results = |style| {
+        std::thread::scope(|scope| {
+            let each = ranks(2, |_| PlainKernel::new()).into_iter().map(|mut rank| {
+                let (plans, data) = (&plans, &data);
+                scope.spawn(move || {
+                    rank.prepare(&plans[1], cpattn::schedule::Direction::Backward).unwrap();
+                    let mut found = Vec::new();
+                    for plan in [&plans[0], &plans[1], &plans[0], &plans[1]] {
+                        let mut own = Own::new(plan, data, rank.rank(), style);
+                        own.forward(&mut rank, plan).and_then(|()| own.backward(&mut rank, plan)).unwrap();
+                        let slots = [&own.o, &own.lse, &own.dq, &own.dk, &own.dv];
+                        assert!(slots.iter().all(|slot| slot.gaps_are_whole()));
+                        found.push(slots.map(Slot::bytes));
+                    }
+                    assert!(found[0] == found[2] && found[1] == found[3]);
+                    found
+                })
+            });
+            let threads: Vec<_> = each.collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).collect::<Vec<_>>()
+        })
+    };
+    let all = results(compact);
+    assert!(all == results(gaps) && all == results(heads_first));
+}
+
+/// A kernel with moves and merges of its own, which it counts.
+struct Moves(PlainKernel, Arc<[AtomicUsize; 2]>);
+
+impl VarlenKernel for Moves {
+    fn name(&self) -> &str {
+        self.0.name()
+    }
+
+    fn honours(&self) -> Honours {
+        self.0.honours()
+    }
+
+    fn forward(
+        &mut self,
+        call: &Rectangles<'_>,
+        inputs: [Elements<'_>; 3],
+        o: ElementsMut<'_>,
+        lse: ElementsMut<'_>,
+    ) -> Result<()> {
+        self.0.forward(call, inputs, o, lse)
+    }
+
+    unsafe fn transform(&mut self, args: &Transform<'_>) -> Result<()> {
+        self.1[0].fetch_add(1, Relaxed);
+        // SAFETY: handed on.
+        unsafe { cpu::transform(args) }
+    }
+
+    unsafe fn merge(&mut self, args: &Merge) -> Result<()> {
+        if self.1[1].fetch_add(1, Relaxed) == 3 {
+            return Err(Error::invalid("the fourth merge", 4, "at most 3"));
+        }
+        // SAFETY: handed on.
+        unsafe { self.0.merge(args) }
+    }
+}
+
+/// Copies and merges by the kernel; the failure of one names the operation.
+#[test]
+fn moves_of_ones_own() {
+    let counts: Arc<[AtomicUsize; 2]> = Arc::default();
+    let failure = |lengths: &[usize]| {
+        let plan = Plan::new(&problem(lengths), mesh(1, 1), Layout::Contiguous).unwrap();
+        let data = Data::<f32>::random(plan.problem(), 2);
+        counts.iter().for_each(|count| count.store(0, Relaxed));
+        run(&plan, &data, |_| Moves(PlainKernel::new(), Arc::clone(&counts))).unwrap_err().to_string()
+    };
+    // Each document is a rectangle, whose result is merged. The backward is promised, and not written.
+    let text = failure(&[40, 13]);
+    assert!(text.starts_with("rank 0, attend backward, step 0") && text.contains("the kernel has none"), "{text}");
+    assert!(counts[0].load(Relaxed) > 0 && counts[1].load(Relaxed) == 2, "{counts:?}");
+    let text = failure(&[40, 13, 5, 9]);
+    assert!(text.starts_with("rank 0, attend, step 0") && text.contains("the fourth merge is 4"), "{text}");
 }
 
 /// Ranks with other kernels, or the same one with other limits, find out before anything moves, and may go on.

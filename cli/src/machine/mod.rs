@@ -49,23 +49,25 @@ pub struct Arguments {
     #[command(flatten)]
     transport: TransportOption,
     /// Processes: all hosts were made on one machine, and share its cores.
-    #[arg(long)]
+    #[arg(long, help_heading = "Measurement")]
     one_machine: bool,
     /// Processes: tokens of a case.
-    #[arg(long, value_name = "N", default_value_t = 2048, value_parser = clap::value_parser!(u32).range(512..))]
+    #[arg(long, value_name = "N", default_value_t = 2048, value_parser = clap::value_parser!(u32).range(512..),
+        help_heading = "Measurement")]
     #[cfg_attr(not(feature = "mpi"), allow(dead_code, reason = "of processes"))]
     tokens: u32,
     /// Rounds of measurements; the best counts.
-    #[arg(long, value_name = "N", default_value_t = 40, value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, value_name = "N", default_value_t = 40, value_parser = clap::value_parser!(u32).range(1..),
+        help_heading = "Measurement")]
     rounds: u32,
     /// Bytes of memory of one rank, which is not measured.
-    #[arg(long, value_name = "BYTES", value_parser = bytes, default_value_t = 4e9)]
+    #[arg(long, value_name = "BYTES", value_parser = bytes, default_value_t = 4e9, help_heading = "Measurement")]
     memory: f64,
     /// Take this description instead of measuring one (with --check).
-    #[arg(long, value_name = "FILE", requires = "check")]
+    #[arg(long, value_name = "FILE", requires = "check", help_heading = "Measurement")]
     machine: Option<PathBuf>,
     /// Run at least 14 cases, predict each, print a table of both as Markdown.
-    #[arg(long)]
+    #[arg(long, help_heading = "Measurement")]
     check: bool,
     #[command(flatten)]
     json: JsonOption,

@@ -38,16 +38,16 @@ pub struct Arguments {
     world: WorldOption,
     /// The machine's description; see the folder machines. Default: machines/h100_8x400g.machine, which is in the
     /// program.
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", help_heading = "Prediction")]
     machine: Option<PathBuf>,
     /// Lines of the table.
-    #[arg(long, value_name = "N", default_value_t = 12)]
+    #[arg(long, value_name = "N", default_value_t = 12, help_heading = "Prediction")]
     lines: usize,
     /// Candidates of one level, and of two, that are simulated operation by operation: the best by the quick model.
-    #[arg(long, value_name = "N", default_value_t = 4)]
+    #[arg(long, value_name = "N", default_value_t = 4, help_heading = "Prediction")]
     simulate: usize,
     /// Ranks up to which candidates are simulated.
-    #[arg(long, value_name = "N", default_value_t = 64)]
+    #[arg(long, value_name = "N", default_value_t = 64, help_heading = "Prediction")]
     simulate_ranks: usize,
     /// Write a picture of the candidates.
     #[arg(long, value_name = "FILE.svg", help_heading = "Output")]

@@ -50,7 +50,7 @@ pub struct Arguments {
     #[command(flatten)]
     problem: ProblemOptions,
     /// Seed of random inputs and sinks.
-    #[arg(long, value_name = "N", default_value_t = 1)]
+    #[arg(long, value_name = "N", default_value_t = 1, help_heading = "Run")]
     seed: u64,
     #[command(flatten)]
     world: WorldOption,
@@ -61,7 +61,7 @@ pub struct Arguments {
     #[command(flatten)]
     plan: PlanOptions,
     /// Run forward and backward N times; times are those of all runs, errors those of the last.
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..), help_heading = "Run")]
     repeat: u32,
     /// Write Chrome trace events (open in Perfetto).
     #[arg(long, value_name = "FILE.json", help_heading = "Output")]

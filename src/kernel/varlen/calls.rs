@@ -113,11 +113,11 @@ impl KernelCalls {
     /// As [`VarlenKernel::transform`], of the blocks that were listed since the last call.
     pub(super) unsafe fn move_rows(&mut self) -> Result<()> {
         let Self { kernel, blocks, sources, .. } = self;
+        if blocks.is_empty() {
+            return Ok(());
+        }
         // SAFETY: the contract.
-        let outcome = match blocks.is_empty() {
-            true => Ok(()),
-            false => unsafe { kernel.transform(&Transform { blocks, sources }) },
-        };
+        let outcome = unsafe { kernel.transform(&Transform { blocks, sources }) };
         blocks.clear();
         sources.clear();
         outcome.map_err(|error| self.failed(error))

@@ -164,7 +164,7 @@ fn by_blocks(
             let of = |x| k.rows_before(x).clamp(keys.start, keys.end);
             if begin < end { of(begin)..of(end) } else { 0..0 }
         });
-        let (mut outer, mut inner) = (u32::MAX..0, 0..u32::MAX);
+        let (mut outer, mut inner) = (keys.end..keys.start, keys.clone());
         for one in seen {
             if one.is_empty() {
                 inner = 0..0;

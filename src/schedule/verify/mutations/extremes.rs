@@ -38,7 +38,7 @@ impl Outcome {
     fn done(self, refused: usize) {
         let n = self.panics.len();
         assert!(n == 0, "{n} panics beside {} refused: {:#?}", self.refused, &self.panics[..n.min(12)]);
-        assert!(self.refused >= refused / Sample::one_in(), "{} refused, {} harmless", self.refused, self.harmless);
+        assert!(self.refused >= Sample::least(refused), "{} refused, {} harmless", self.refused, self.harmless);
     }
 }
 
