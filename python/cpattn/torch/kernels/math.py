@@ -107,15 +107,19 @@ def parts(q: Tensor, k: Tensor, group: Group, call: Rows) -> Iterator[Part]:
     wide, device = accumulator(q.dtype), q.device
     k_rows = torch.cat([keys.rows for keys in group.keys])
     keys_of_head = k.index_select(0, k_rows).to(wide)[:, call.kv]
+    # Where rows see all keys, there is nothing to mask.
+    every = all(keys.every for keys in group.keys)
     step = max(1, ELEMENTS // (len(k_rows) * q.shape[1]))
     for first in range(0, len(group.rows), step):
         local = slice(first, first + step)
         mine = group.rows[local]
         allowed, distance = [], []
         for keys in group.keys:
-            j = torch.arange(len(keys.rows), device=device)
-            allowed.append((j >= keys.begin[local, None]) & (j < keys.end[local, None]))
-            distance.append(keys.k_pos - keys.q_pos[local, None])
+            if not every:
+                j = torch.arange(len(keys.rows), device=device)
+                allowed.append((j >= keys.begin[local, None]) & (j < keys.end[local, None]))
+            if group.slopes is not None:
+                distance.append(keys.k_pos - keys.q_pos[local, None])
         s = torch.einsum("qhd,khd->hqk", q.index_select(0, mine).to(wide), keys_of_head) * call.scale
         slope = torch.full_like(s, call.scale)
         if call.softcap:
@@ -123,6 +127,5 @@ def parts(q: Tensor, k: Tensor, group: Group, call: Rows) -> Iterator[Part]:
             s, slope = call.softcap * t, slope * (1 - t * t)
         if group.slopes is not None:
             s = s - group.slopes.to(wide)[:, None, None] * torch.cat(distance, 1).abs()
-        # Where rows see all keys, there is nothing to mask.
-        s = s if all(keys.every for keys in group.keys) else s.masked_fill_(~torch.cat(allowed, 1), -torch.inf)
+        s = s if every else s.masked_fill_(~torch.cat(allowed, 1), -torch.inf)
         yield Part(mine, s, slope, k_rows)
