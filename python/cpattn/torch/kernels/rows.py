@@ -132,5 +132,7 @@ def keys_of(q: Range, k: Range, band: Band, begin: Tensor, end: Tensor, used: Te
     before = torch.cat([torch.zeros(1, dtype=torch.long, device="cpu"), read.cumsum(0)])
     places = read.nonzero()[:, 0]
     first, last = before[begin[used]], before[end[used]]
+    every = bool((first == 0).all() and (last == len(places)).all())
     tables = (k.row + places, first, last, positions(k)[places] + band.shift, positions(q)[used])
-    return Keys(*(x.to(device) for x in tables), every=bool((first == 0).all() and (last == len(places)).all()))
+    rows, first, last, k_pos, q_pos = (x.to(device) for x in tables)
+    return Keys(rows, first, last, k_pos, q_pos, every)
