@@ -3,7 +3,7 @@
 
 Such a layer needs all tokens of its documents, but not all heads. A function for its class runs instead of its forward: it moves the
 projected tokens to heads, mixes, and moves the result back. Those of Transformers' hybrids are in `hybrids`; a user can give others
-(docs/training.md has one for Qwen3-Next).
+(docs/models.md has one for Qwen3-Next).
 
 The function gets the forward pass as an argument, so a layer that gradient checkpointing runs again in the backward pass has the
 documents of its own forward pass. Some models hand keywords to their blocks, which do not hand them on: so blocks keep it as well.

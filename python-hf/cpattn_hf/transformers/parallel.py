@@ -68,7 +68,7 @@ class ContextParallel(Calls):
     `layout_parameter`, `workers`, `timeout`, `communicator`, `kernels` are those of `cpattn.torch.Context`. `kernels="model"` are
     those that the model has (`attn_implementation`). With `tile`, logits exist for `tile` tokens at a time: the loss is the same, and
     no logits are returned. Layers of Transformers' hybrids that mix tokens outside of attention run on any mesh; `mixers` are
-    functions for other classes of such layers, or instead (Ulysses over all ranks): see docs/training.md.
+    functions for other classes of such layers, or instead (Ulysses over all ranks): see docs/models.md.
     With `dropout="position"` each `torch.nn.Dropout` drops by the places of tokens in the batch, so that training does not depend on the
     number of ranks; otherwise each rank draws its own. (Attention drops by places always.)
     The ranks compare hashes of their models' weights first, and once more in the first pass, of shards with those of ranks that hold the same ones;
