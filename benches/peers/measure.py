@@ -282,7 +282,6 @@ def kept(options, rows, picture=None):
 
 def main():
     options = arguments()
-    start = time.monotonic()
     about = {"date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%MZ")}
     if not options.ours_only:
         about["software"], missing = probed()

@@ -15,8 +15,8 @@ sys.path.insert(0, str(HERE))
 import cpu
 
 try:
-    import cpattn
-    import torch
+    import cpattn  # noqa: F401 (whether it is there)
+    import torch  # noqa: F401
 except (ImportError, OSError) as error:
     raise unittest.SkipTest(str(error))
 

@@ -9,7 +9,6 @@ import sys
 import tempfile
 import unittest
 import warnings
-from typing import Any
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 try:

@@ -8,7 +8,7 @@ evaluation, and under gradient checkpointing. Every rank calls the model with th
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
