@@ -93,8 +93,8 @@ class Source(sdist):
                     shutil.copy2(CRATE / name, target / name)
         # The source distribution has no other members.
         manifest = target / "Cargo.toml"
-        text, changed = re.subn(r"(?m)^members = .*$", 'members = [".", "capi"]', manifest.read_text())
-        assert changed == 1, "the workspace has a list of members"
+        text, changed = re.subn(r"(?m)^((?:default-)?members) = .*$", r'\1 = [".", "capi"]', manifest.read_text())
+        assert changed == 2, "the workspace has a list of members, and one of those that a command at its root chooses from"
         manifest.write_text(text)
 
 

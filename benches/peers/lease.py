@@ -86,7 +86,7 @@ class Stage:
             print(f"not compared with {', '.join(names)}: {why}", flush=True)
         # For what is about kernels that no library has.
         apart = options.kernels / alternatives.APART
-        if apart.is_dir():
+        if apart.is_dir() and not os.environ.get(alternatives.VARIABLE):
             self.use({alternatives.VARIABLE: str(apart)})
         if options.stage != "1":
             variables, unknown = chosen(options.out / "lease-1.json", options.kernels)

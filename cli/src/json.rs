@@ -19,6 +19,11 @@ impl JsonOption {
         self.json.as_ref().is_some_and(|file| file.as_os_str() == "-")
     }
 
+    /// Whether the value is written anywhere.
+    pub fn is_asked(&self) -> bool {
+        self.json.is_some()
+    }
+
     /// Where the text of the command goes.
     pub fn text(&self) -> Text {
         Text { silent: self.replaces_text() }

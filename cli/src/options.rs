@@ -197,6 +197,12 @@ impl ProblemOptions {
                 "--window reads {right} tokens after the query, and --mask causal none; give a RIGHT of 0, or leave out --mask"
             ));
         }
+        if self.mask == Some(MaskRule::Full) && right == Some(0) {
+            return Err(
+                "--window reads no tokens after the query, and --mask full all; give LEFT,RIGHT, or leave out --mask"
+                    .into(),
+            );
+        }
         Ok(Mask { left, right })
     }
 
@@ -336,6 +342,12 @@ mod tests {
         assert_eq!(mask("7,3"), Ok(Mask::window(7, 3)));
         assert_eq!(mask("-,0"), Ok(Mask::causal()));
         assert_eq!(mask("0").unwrap_err(), "expected a number of tokens above 0, or LEFT,RIGHT");
+        let both = ProblemOptions {
+            window: Some(window("256").unwrap()),
+            mask: Some(MaskRule::Full),
+            ..ProblemOptions::default()
+        };
+        assert!(both.mask().unwrap_err().contains("--mask full"));
         assert!(mask("7,x").unwrap_err().contains("neither a number of tokens nor -"));
     }
 }

@@ -116,8 +116,11 @@ pub fn main(arguments: &Arguments) -> Result<bool, String> {
         std::fs::write(file, timeline_svg(&events)).map_err(|e| format!("{}: {e}", file.display()))?;
         text.line(format_args!("timeline written to {}", file.display()))?;
     }
-    let json = as_json(&plan, proof.as_ref()).map_err(words)?;
-    arguments.json.write(|| json)?;
+    // Costs of every rank take time.
+    if arguments.json.is_asked() {
+        let json = as_json(&plan, proof.as_ref()).map_err(words)?;
+        arguments.json.write(|| json)?;
+    }
     Ok(true)
 }
 

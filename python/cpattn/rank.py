@@ -302,7 +302,7 @@ class Rank:
 
 
 def _pages(operands: dict[str, Given], block_table: Array, page_size: int | None, page_stride: int | None) -> Any:
-    """k and v in pages, for C; the table is kept in `given`."""
+    """k and v in pages, for C; the table is kept in `operands`."""
     size = whole("page_size", page_size, 1, (1 << 31) - 1)
     stride = size if page_stride is None else whole("page_stride", page_stride, 1, (1 << 31) - 1)
     operands["block_table"] = table = Given("block_table", block_table)
@@ -314,7 +314,7 @@ def _pages(operands: dict[str, Given], block_table: Array, page_size: int | None
 
 
 def _lists(operands: dict[str, Given], key_indices: Array) -> Any:
-    """The keys that each token lists, for C; the lists are kept in `given`."""
+    """The keys that each token lists, for C; the lists are kept in `operands`."""
     operands["key_indices"] = lists = Given("key_indices", key_indices)
     address, tokens, heads, entries = whole_numbers("key_indices", lists.pointer.contents, ("tokens", "heads", "entries"))
     return _header.Keys(kind=_header.KEYS_LISTED, key_indices=address, tokens=tokens, heads=heads, entries=entries)

@@ -20,7 +20,7 @@ use crate::{
 
 /// Where operations run. Each call does, or enqueues, one; the lane that calls keeps the order.
 pub(super) trait Operations {
-    /// Comes before an operation of attention, with its index and its name.
+    /// Comes before each operation, with its index and its name.
     fn begin(&mut self, _op: usize, _label: Label) {}
     /// See [`Attend`].
     ///

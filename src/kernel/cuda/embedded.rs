@@ -26,8 +26,7 @@ const APART: [(&str, &str); 3] = [
     ("hopper_forward_bf16_96", FORWARD_96_192),
 ];
 
-const FORWARD_96_192: &str =
-    "run ptx/compile --with FORWARD_96_192 FOLDER and set CPATTN_CUDA_KERNELS=FOLDER, or unset CPATTN_CUDA_FAMILY";
+const FORWARD_96_192: &str = "run ptx/compile --with FORWARD_96_192 FOLDER and set CPATTN_CUDA_KERNELS=FOLDER, or unset CPATTN_CUDA_FAMILY and name no family";
 
 /// How to come by the module `name`, if no library has it.
 pub(super) fn apart(name: &str) -> Option<&'static str> {

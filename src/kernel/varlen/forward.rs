@@ -169,12 +169,14 @@ impl KernelCalls {
         let all = call.cu_seqlens_q[call.len()] as usize;
         for sequence in 0..call.len() {
             let [rows, keys] = call.sequence(sequence);
+            // Looked at once: a NaN in a key that all rows see makes the lse of all of them NaN.
+            let mut finite_keys = None;
             for (row, head) in rows.flat_map(|row| (0..call.heads).map(move |head| (row, head))) {
                 let found = lse.get(head * all + row);
                 let wrong = found.is_nan() || found == f64::NEG_INFINITY;
                 if wrong
                     && finite(&q, row..row + 1, call.heads * call.head_dim)
-                    && finite(&k, keys.clone(), call.kv_heads * call.head_dim)
+                    && *finite_keys.get_or_insert_with(|| finite(&k, keys.clone(), call.kv_heads * call.head_dim))
                 {
                     let sequence = format_args!("row {row} of the call, in sequence {sequence}, head {head}");
                     let cause = if found.is_nan() { "it is not written, or wrong" } else { "the row has keys" };

@@ -10,6 +10,10 @@ use alloc::{vec, vec::Vec};
 use super::pieces::{FAR, RowPiece, RowRun, pieces};
 use crate::call::{Ranges, Score};
 
+/// A call may have as many rows as twice the operation's ranges, or so many if that is more: its packed tensors are a
+/// copy, and stripes of q have one of the keys each.
+const FEW_ROWS: u64 = 1 << 16;
+
 /// The calls of one operation. Made once for a prepared plan.
 #[derive(Debug, Default)]
 pub(crate) struct CallTable {
@@ -60,6 +64,9 @@ impl CallTable {
     /// Of the ranges of a call. `windows`: the kernel takes any limits.
     pub(super) fn new(ranges: &Ranges<'_>, score: &Score, slopes: bool, windows: bool) -> Self {
         let mut table = Self::default();
+        let rows = |lengths: &mut dyn Iterator<Item = u32>| lengths.map(u64::from).sum::<u64>();
+        let shard = rows(&mut ranges.q.iter().map(|q| q.range.len)) + rows(&mut ranges.k.iter().map(|k| k.len));
+        let most = (2 * shard).clamp(FEW_ROWS, i32::MAX as u64) as i64;
         let mut of_range = Vec::new();
         for (i, q) in ranges.q.iter().enumerate() {
             of_range.clear();
@@ -72,14 +79,15 @@ impl CallTable {
             for rectangle in of_range.drain(..).filter_map(|(piece, keys)| trimmed(&piece, &keys)) {
                 let whole = windows || rectangle.left.is_some() || rectangle.right.unwrap_or(0) == 0;
                 let list = if whole { vec![rectangle] } else { causal(rectangle).into() };
-                list.into_iter().for_each(|rectangle| table.push(rectangle, i as u32, slopes.then_some(q.range.doc)));
+                list.into_iter()
+                    .for_each(|rectangle| table.push(rectangle, most, i as u32, slopes.then_some(q.range.doc)));
             }
         }
         table
     }
 
-    fn push(&mut self, r: Rectangle, q_range: u32, document: Option<u32>) {
-        let fits = |cu: &[i32], more: u32| i64::from(cu[cu.len() - 1]) + i64::from(more) <= i64::from(i32::MAX);
+    fn push(&mut self, r: Rectangle, most: i64, q_range: u32, document: Option<u32>) {
+        let fits = |cu: &[i32], more: u32| i64::from(cu[cu.len() - 1]) + i64::from(more) <= most;
         let found = self.groups.iter_mut().find(|g| {
             (g.left, g.right) == (r.left, r.right) && fits(&g.cu_seqlens_q, r.q.count) && fits(&g.cu_seqlens_k, r.keys)
         });
