@@ -140,3 +140,18 @@ fn drawn_bands_are_rectangles() {
     }
     assert!(most > 5 && striped > 100, "{most} calls, {striped} tables with runs of residues");
 }
+
+/// Blocks of q have a copy of their keys each: a call has at most twice as many rows as the ranges.
+#[test]
+fn stripes_are_several_calls() {
+    let stripe = Range { row: 0, pos: 0, len: 40_000, block: 128, period: 256, doc: 0 };
+    let q = QRange { range: stripe, document: [0; 2], keys_begin: 0, keys_end: 1, mode: Mode::Only };
+    let ranges = Ranges { q: &[q], k: &[stripe], pairs: &[Pair { k: 0, band: 0 }], bands: &[Band::WHOLE] };
+    let score = Score { scale: 1.0, softcap: 0.0, window_left: i64::MAX, window_right: 0 };
+    let table = CallTable::new(&ranges, &score, false, true);
+    let sizes: Vec<_> = table.groups.iter().map(|group| group.keys().max(group.rows())).collect();
+    assert!(sizes.iter().all(|&size| size <= 160_000), "{sizes:?}");
+    // Each block of q has a copy of the keys before it.
+    let keys: u64 = table.groups.iter().map(super::table::CallGroup::keys).sum();
+    assert!(keys > 20 * 160_000 && sizes.len() < 100, "{keys} keys in {} calls", sizes.len());
+}
