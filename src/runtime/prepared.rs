@@ -13,7 +13,8 @@ use crate::{
 
 /// A kernel of the caller's, and its calls.
 pub(super) struct PreparedKernel {
-    pub name: String,
+    /// Its name and what it honours, for a disagreement.
+    pub description: String,
     pub fingerprint: u64,
     /// Those of each operation of the schedule; of what is not attention, none.
     pub tables: Vec<CallTable>,
@@ -34,7 +35,7 @@ impl PreparedKernel {
             calls.table(&expansion.scratch.ranges(), &score, slopes)
         };
         let tables = schedule.ops.iter().map(table).collect();
-        Self { name: calls.name().into(), fingerprint: calls.fingerprint(), tables }
+        Self { description: calls.description(), fingerprint: calls.fingerprint(), tables }
     }
 }
 
@@ -113,7 +114,7 @@ impl Prepared {
 
     /// The run in words, for a disagreement.
     pub(super) fn describe(&self) -> String {
-        let kernel = self.kernel.as_ref().map_or(String::new(), |kernel| format!(", kernel {:?}", kernel.name));
+        let kernel = self.kernel.as_ref().map_or(String::new(), |kernel| format!(", {}", kernel.description));
         self.run.describe_with(&self.plan, self.dropout_seed, self.key_indices) + &kernel
     }
 

@@ -2,6 +2,7 @@
 //! Whole runs over a few tokens: small enough for Miri, which interprets plan, schedule, proof, lanes, transport
 //! `local` and the portable kernels here, with their threads. Ranks of every kind of mesh against one rank.
 
+use crate::common::plain_kernel::PlainKernel;
 use cpattn::{
     Backward, Batch, Dtype, Forward, Layout, Mesh, Plan, Problem, Rank, Side, View, ViewMut, transport::local,
 };
@@ -62,11 +63,11 @@ fn own(mut rank: Rank, plan: &Plan, [q, k, v, d_o]: &[Vec<f32>; 4]) -> [Vec<f32>
 }
 
 /// The results of all tokens.
-fn whole(plan: &Plan, inputs: &[Vec<f32>; 4]) -> [Vec<f32>; 4] {
+fn whole(plan: &Plan, inputs: &[Vec<f32>; 4], rank: fn(local::Local) -> Rank) -> [Vec<f32>; 4] {
     let mut out = [0, 0, 1, 1].map(|like: usize| vec![f32::NAN; inputs[like].len()]);
     thread::scope(|scope| {
         let ends = local::group(plan.mesh().world(), Duration::from_secs(3600)).unwrap();
-        let start = |end| scope.spawn(move || own(Rank::new(end), plan, inputs));
+        let start = |end| scope.spawn(move || own(rank(end), plan, inputs));
         let ranks: Vec<_> = ends.into_iter().map(start).collect();
         for (rank, thread) in ranks.into_iter().enumerate() {
             let sides = [(Side::Q, HEADS), (Side::Q, HEADS), (Side::K, KV_HEADS), (Side::K, KV_HEADS)];
@@ -78,13 +79,13 @@ fn whole(plan: &Plan, inputs: &[Vec<f32>; 4]) -> [Vec<f32>; 4] {
     out
 }
 
-fn check(ulysses: usize, ring: usize, layout: Layout) {
+fn check(ulysses: usize, ring: usize, layout: Layout, rank: fn(local::Local) -> Rank) {
     let batch = Batch::from_lengths(&LENGTHS).unwrap();
     let inputs = inputs(batch.tokens(Side::Q));
     let problem = Problem::new(batch, HEADS, KV_HEADS, DIM, Dtype::F32);
     let mesh = Mesh { replicas: 1, ring, ulysses };
-    let many = whole(&Plan::new(&problem, mesh, layout).unwrap(), &inputs);
-    let one = whole(&Plan::new(&problem, Mesh::single(), Layout::Contiguous).unwrap(), &inputs);
+    let many = whole(&Plan::new(&problem, mesh, layout).unwrap(), &inputs, rank);
+    let one = whole(&Plan::new(&problem, Mesh::single(), Layout::Contiguous).unwrap(), &inputs, |end| Rank::new(end));
     for ((name, many), one) in ["o", "dq", "dk", "dv"].iter().zip(&many).zip(&one) {
         let far = many.iter().zip(one).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
         assert!(many.iter().all(|x| x.is_finite()) && far < 1e-5, "{name}: {far} from one rank");
@@ -93,15 +94,21 @@ fn check(ulysses: usize, ring: usize, layout: Layout) {
 
 #[test]
 fn ulysses() {
-    check(2, 1, Layout::Contiguous);
+    check(2, 1, Layout::Contiguous, |end| Rank::new(end));
 }
 
 #[test]
 fn ring() {
-    check(1, 2, Layout::Zigzag);
+    check(1, 2, Layout::Zigzag, |end| Rank::new(end));
 }
 
 #[test]
 fn hybrid() {
-    check(2, 2, Layout::Zigzag);
+    check(2, 2, Layout::Zigzag, |end| Rank::new(end));
+}
+
+/// Packed rows and partial results of a kernel of the caller's.
+#[test]
+fn own_kernel() {
+    check(1, 2, Layout::Striped { stripe: 1 }, |end| Rank::with_kernel(end, PlainKernel::new()));
 }

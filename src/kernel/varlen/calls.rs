@@ -1,7 +1,12 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! A kernel with the memory of its calls, and the moves of rows between tensors and packed copies.
 
-use alloc::{boxed::Box, format, string::ToString, vec::Vec};
+use alloc::{
+    boxed::Box,
+    format,
+    string::{String, ToString},
+    vec::Vec,
+};
 
 use super::{
     Honours, VarlenKernel,
@@ -69,7 +74,12 @@ impl KernelCalls {
         self.kernel.name()
     }
 
-    /// What the ranks of a group compare of a kernel.
+    /// What the ranks of a group compare of a kernel, in words.
+    pub(crate) fn description(&self) -> String {
+        format!("kernel {:?} with {:?}", self.name(), self.honours)
+    }
+
+    /// The same as a number.
     pub(crate) fn fingerprint(&self) -> u64 {
         let mut h = Fingerprint::new();
         self.name().bytes().for_each(|byte| h.word(byte.into()));
