@@ -188,6 +188,8 @@ def _refused(rank: int, world: int) -> dict[str, str]:
     refuse("no function", lambda: cp.mtp(5))
     cp.mtp(heads(model))
     refuse("log-probabilities", lambda: cp.logprobs(pack))
+    embeddings = model.get_input_embeddings()(pack["input_ids"]).detach()
+    refuse("embeddings", lambda: model(**{name: one for name, one in pack.items() if name != "input_ids"}, inputs_embeds=embeddings))
     refuse("shared", lambda: model(**SharedPrefixCollator(ahead=DEPTH - 1)(FEATURES)))
     refuse("shared, no copies", lambda: model(**SharedPrefixCollator(prompt=1.0)(FEATURES[1:2])))
     cp.mtp(lambda hidden, ahead: 3.0)
@@ -234,7 +236,7 @@ class Heads(unittest.TestCase):
         for said in processes.run(_refused, 2):
             for name, word in (
                 ("no function", "heads is 5, a function"), ("log-probabilities", "take the heads out with cp.mtp(None)"), ("shared", f"SharedPrefixCollator(ahead={DEPTH})"),
-                ("shared, no copies", "SharedPrefixCollator(ahead=1)"), ("no loss", "the result of the heads is 3.0, a loss"), ("hidden", "hidden is ("), ("rows", "rows is ("),
+                ("embeddings", "inputs_embeds is given to a model with heads of cp.mtp, which read ids of tokens"), ("shared, no copies", "SharedPrefixCollator(ahead=1)"), ("no loss", "the result of the heads is 3.0, a loss"), ("hidden", "hidden is ("), ("rows", "rows is ("),
                 ("by", "by is 0"), ("closed", "this ContextParallel is closed"),
             ):  # fmt: skip
                 self.assertIn(word, said[name])

@@ -150,7 +150,7 @@ class MultiToken:
             raise Unsupported(f"{name} has no base model separate from its head, after which heads for further tokens could run")
         self._cp, self._heads, self.base = cp, heads, base
 
-    def check(self, labels: bool, reads: bool, images: bool, shifted: bool) -> None:
+    def check(self, labels: bool, reads: bool, images: bool, ids: bool, shifted: bool) -> None:
         """Refuses passes in which the heads would be left out, or see something else than in one process. Before a pass."""
         if not self._cp.model.training or not labels:
             return
@@ -158,6 +158,8 @@ class MultiToken:
             raise Unsupported(f"the loss of this pass is not the model's own (a trainer of TRL, cp.logprobs), and heads of cp.mtp would be left out: {OFF}")
         if images:
             raise Unsupported(f"images are given to a model with heads of cp.mtp, which read ids of tokens: {OFF}")
+        if not ids:
+            raise Unsupported(f"inputs_embeds is given to a model with heads of cp.mtp, which read ids of tokens: give input_ids, or {OFF}")
         if not shifted:
             raise Unsupported(f"the labels of {type(self._cp.model).__name__} are those of the tokens themselves, not of the next ones: {OFF}")
 
