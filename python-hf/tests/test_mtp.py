@@ -21,7 +21,7 @@ except ImportError:
 
 import models
 import processes
-from cpattn import Error
+from cpattn import Error, Slice
 from cpattn_hf.transformers import ContextParallel, SharedPrefixCollator
 
 transformers.utils.logging.set_verbosity_error()
@@ -192,6 +192,12 @@ def _refused(rank: int, world: int) -> dict[str, str]:
     refuse("embeddings", lambda: model(**{name: one for name, one in pack.items() if name != "input_ids"}, inputs_embeds=embeddings))
     refuse("shared", lambda: model(**SharedPrefixCollator(ahead=DEPTH - 1)(FEATURES)))
     refuse("shared, no copies", lambda: model(**SharedPrefixCollator(prompt=1.0)(FEATURES[1:2])))
+    # A prompt and answers of 5 and 3 tokens, which one slice gives the prompt.
+    slices = [Slice(0, 4, 0, 4, high=0), Slice(4, 12, 0, 4), Slice(4, 9, 4, 9, high=0), Slice(9, 12, 9, 12, high=0)]
+    ids = torch.tensor([[5, 8, 13, 4, 21, 34, 2, 7, 3, 55, 34, 2]])
+    by_hand = {"input_ids": ids, "labels": torch.where(torch.arange(12) < 4, -100, ids), "position_ids": torch.tensor([[*range(9), *range(4, 7)]]), "slices": slices}
+    refuse("shared, by hand", lambda: model(**by_hand))
+    refuse("shared, by hand, one document", lambda: model(**by_hand, cu_seqlens=torch.tensor([0, 12])))
     cp.mtp(lambda hidden, ahead: 3.0)
     refuse("no loss", lambda: model(**pack))
     cp.mtp(lambda hidden, ahead: ahead.loss(model.lm_head, hidden[0], 1))
@@ -236,6 +242,7 @@ class Heads(unittest.TestCase):
         for said in processes.run(_refused, 2):
             for name, word in (
                 ("no function", "heads is 5, a function"), ("log-probabilities", "take the heads out with cp.mtp(None)"), ("shared", f"SharedPrefixCollator(ahead={DEPTH})"),
+                ("shared, by hand", "is shared by several answers"), ("shared, by hand, one document", "is shared by several answers"),
                 ("embeddings", "inputs_embeds is given to a model with heads of cp.mtp, which read ids of tokens"), ("shared, no copies", "SharedPrefixCollator(ahead=1)"), ("no loss", "the result of the heads is 3.0, a loss"), ("hidden", "hidden is ("), ("rows", "rows is ("),
                 ("by", "by is 0"), ("closed", "this ContextParallel is closed"),
             ):  # fmt: skip
