@@ -116,6 +116,8 @@ def _refused(rank: int, world: int) -> dict[str, str]:
     cp = ContextParallel(drops, mesh=mesh, timeout=60)
     torch.manual_seed(5 + rank)
     refuse("seeds", lambda: drops(**models.batch(LENGTHS)))
+    torch.manual_seed(5 + (rank == 3))
+    refuse("seed of one rank", lambda: drops(**models.batch(LENGTHS)))
     torch.manual_seed(5)
     assert drops(**models.batch(LENGTHS)).loss.isfinite()
     cp.close()
@@ -143,6 +145,7 @@ class Tensors(unittest.TestCase):
                 ("all ranks", "in one group of ContextParallel, which needs ranks with the same part"), ("other option of peers", "tile is"),
                 ("other batch of peers", "hold parts of one model, and need the same batch"), ("other batch of one rank", "Disagreement" if rank % 2 else "refused their"),
                 ("bad batch of peers", "labels is" if rank % 2 else "refused their"), ("trainer", "cp.trainer"), ("seeds", "torch.manual_seed with one number on all"),
+                ("seed of one rank", "torch.manual_seed with one number on all" if rank > 1 else "refused their batches or random generators"),
                 ("adapter", "has layers with an adapter, which is not supported"),
             ):  # fmt: skip
                 self.assertIn(word, said[name], (rank, name))

@@ -275,7 +275,7 @@ class ContextParallel(Calls):
             compare(context.transport, "inputs", digest(found.bytes() + repr(items).encode() + more), need)
         views = Views(found, lambda dtype: self._context(dtype).batch(found.cu_seqlens, slices=found.slices), self._found.blocks)
         batch = views.batch(self.model.dtype)
-        self._peers.compare_pass(self.model, found.bytes() + repr((items, batch.plan.distribution)).encode() + more)
+        self._peers.compare_pass(self.model, found.bytes() + repr((items, batch.plan.distribution)).encode() + more, context.transport)
         forward = Forward(found, views, batch, items, found.labels, found.weights, reader, group=self._talk(), part=self._peers.number)
         forward.size = reader.tile if reader else self.tile if found.labels is not None else 0
         return forward
