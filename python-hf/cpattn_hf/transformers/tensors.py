@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from cpattn.errors import Unsupported
 from cpattn.torch import GlooTransport
 from cpattn.torch.group import compare, compare_settings, digest, digests, refusing
+from .draws import generators
 
 NAME = "tp"
 # Other ways in which Transformers distributes a model, by the names of sizes in its DistributedConfig.
@@ -106,8 +107,9 @@ class Peers:
         need = f"the ranks {list(self.ranks)} hold parts of one model, and need the same"
         with refusing(group):
             compare(self.transport, "batches", digest(data), f"{need} batch, with one distribution of its tokens")
-            state = torch.default_generator.get_state().numpy().tobytes() if model.training and _draws(model) else b""
-            compare(self.transport, "random generators", digest(state), f"{need} draws of dropout: torch.manual_seed with one number on all")
+            drawn = generators(next(model.parameters()).device) if model.training and _draws(model) else []
+            states = b"".join(one.get_state().numpy().tobytes() for one in drawn)
+            compare(self.transport, "random generators", digest(states), f"{need} draws of dropout: torch.manual_seed with one number on all")
         digests(group, "batches or random generators", 1)
 
     def refuse(self, kind: str, parts: Mapping[str, object]) -> None:
