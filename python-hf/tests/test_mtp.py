@@ -11,7 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
+from torch.torch_version import TorchVersion
 
 try:
     import transformers
@@ -21,7 +24,7 @@ except ImportError:
 
 import models
 import processes
-from cpattn import Error
+from cpattn import Error, Slice
 from cpattn_hf.transformers import ContextParallel, SharedPrefixCollator
 
 transformers.utils.logging.set_verbosity_error()
@@ -64,16 +67,16 @@ def inside(model: Any, hidden: torch.Tensor, places: torch.Tensor) -> tuple[Any,
     return mask, model.model.rotary_emb(hidden, places)
 
 
-def heads(model: Any, embedded: bool = False) -> Any:
-    """What a user writes. `embedded`: embeddings of later tokens come as rows of other ranks, with gradients, instead of their ids."""
+def heads(model: Any, embedded: bool = False, head: Any = None) -> Any:
+    """What a user writes, with `head` for the model's. `embedded`: embeddings of later tokens come as rows of other ranks, with gradients, instead of their ids."""
 
     def run(hidden: torch.Tensor, ahead: Any) -> torch.Tensor:
         mask, positions = inside(model, hidden, ahead.position_ids)
         total, embed = hidden.new_zeros(()), model.get_input_embeddings()
-        for by, head in enumerate(model.heads, 1):
+        for by, layer in enumerate(model.heads, 1):
             later = ahead.shift(embed(model.own_ids), by) if embedded else embed(ahead.ids(by))
-            hidden = head(hidden, later, mask, positions, ahead.position_ids)
-            total = total + ahead.loss(model.lm_head, hidden, by)
+            hidden = layer(hidden, later, mask, positions, ahead.position_ids)
+            total = total + ahead.loss(head or model.lm_head, hidden, by)
         return 0.3 / DEPTH * total
 
     return run
@@ -103,8 +106,8 @@ def alone(name: str, documents: list[tuple[torch.Tensor, torch.Tensor, torch.Ten
     return (losses[0] + more).item(), more.item(), models.gradients(model)
 
 
-def packed() -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    return [(ids[0], labels[0], torch.ones(ids.shape[1])) for ids, labels in models.documents(models.batch(LENGTHS))]
+def packed(lengths: list[int] = LENGTHS) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    return [(ids[0], labels[0], torch.ones(ids.shape[1])) for ids, labels in models.documents(models.batch(lengths))]
 
 
 def answers(prompt: float) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
@@ -172,6 +175,34 @@ def _right(rank: int, world: int, file: str) -> list[str]:
     return wrong
 
 
+# Of each replica, in 23 and 2 tiles of 4.
+REPLICAS = [LENGTHS, [5, 3]]
+
+
+def _replicas(rank: int, world: int, file: str) -> dict[str, float]:
+    """Errors of loss and gradients with tiles on two replicas of one rank, where tiles of a function, and of a module around one of FSDP2's, are as many on both."""
+    references, found = torch.load(file), {}
+    for case in ("a function", "a module around"):
+        model = build("llama")
+        cp = ContextParallel(model, replicas=2, tile=4, timeout=60)
+        for part in (*model.model.layers, model.lm_head, model) * (case == "a module around"):
+            fully_shard(part)
+        head = nn.Sequential(nn.Identity(), model.lm_head) if case == "a module around" else lambda rows, model=model: model.lm_head(rows)
+        cp.mtp(heads(model, head=head))
+        out = model(**models.batch(REPLICAS[cp.replica]))
+        out.loss.backward()
+        for parameter in model.parameters():
+            if isinstance(parameter.grad, DTensor):
+                parameter.grad = parameter.grad.full_tensor()
+            else:
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= world
+        found[f"{case}: loss"] = abs(out.loss.item() / references[cp.replica][0] - 1)
+        found[f"{case}: gradients"] = models.apart(models.gradients(model), (references[0][2] + references[1][2]) / 2)
+        cp.close()
+    return found
+
+
 def _refused(rank: int, world: int) -> dict[str, str]:
     said: dict[str, str] = {}
     model, pack = build("smollm2"), models.batch(LENGTHS)
@@ -188,8 +219,16 @@ def _refused(rank: int, world: int) -> dict[str, str]:
     refuse("no function", lambda: cp.mtp(5))
     cp.mtp(heads(model))
     refuse("log-probabilities", lambda: cp.logprobs(pack))
+    embeddings = model.get_input_embeddings()(pack["input_ids"]).detach()
+    refuse("embeddings", lambda: model(**{name: one for name, one in pack.items() if name != "input_ids"}, inputs_embeds=embeddings))
     refuse("shared", lambda: model(**SharedPrefixCollator(ahead=DEPTH - 1)(FEATURES)))
     refuse("shared, no copies", lambda: model(**SharedPrefixCollator(prompt=1.0)(FEATURES[1:2])))
+    # A prompt and answers of 5 and 3 tokens, which one slice gives the prompt.
+    slices = [Slice(0, 4, 0, 4, high=0), Slice(4, 12, 0, 4), Slice(4, 9, 4, 9, high=0), Slice(9, 12, 9, 12, high=0)]
+    ids = torch.tensor([[5, 8, 13, 4, 21, 34, 2, 7, 3, 55, 34, 2]])
+    by_hand = {"input_ids": ids, "labels": torch.where(torch.arange(12) < 4, -100, ids), "position_ids": torch.tensor([[*range(9), *range(4, 7)]]), "slices": slices}
+    refuse("shared, by hand", lambda: model(**by_hand))
+    refuse("shared, by hand, one document", lambda: model(**by_hand, cu_seqlens=torch.tensor([0, 12])))
     cp.mtp(lambda hidden, ahead: 3.0)
     refuse("no loss", lambda: model(**pack))
     cp.mtp(lambda hidden, ahead: ahead.loss(model.lm_head, hidden[0], 1))
@@ -230,11 +269,20 @@ class Heads(unittest.TestCase):
                     for wrong in processes.run(_right, world, file, seconds=200):
                         self.assertEqual(wrong, [])
 
+    @unittest.skipIf(TorchVersion(torch.__version__) < "2.11", "PyTorch does not gather a head's parameters again for each tile")
+    def test_tiles_of_replicas(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            file = str(Path(folder) / "alone")
+            torch.save([alone("llama", packed(lengths)) for lengths in REPLICAS], file)
+            for found in processes.run(_replicas, 2, file, seconds=200):
+                self.assertEqual({case: error for case, error in found.items() if not error <= (1e-5 if "gradients" in case else 1e-6)}, {})
+
     def test_refusals(self) -> None:
         for said in processes.run(_refused, 2):
             for name, word in (
                 ("no function", "heads is 5, a function"), ("log-probabilities", "take the heads out with cp.mtp(None)"), ("shared", f"SharedPrefixCollator(ahead={DEPTH})"),
-                ("shared, no copies", "SharedPrefixCollator(ahead=1)"), ("no loss", "the result of the heads is 3.0, a loss"), ("hidden", "hidden is ("), ("rows", "rows is ("),
+                ("shared, by hand", "is shared by several answers"), ("shared, by hand, one document", "is shared by several answers"),
+                ("embeddings", "inputs_embeds is given to a model with heads of cp.mtp, which read ids of tokens"), ("shared, no copies", "SharedPrefixCollator(ahead=1)"), ("no loss", "the result of the heads is 3.0, a loss"), ("hidden", "hidden is ("), ("rows", "rows is ("),
                 ("by", "by is 0"), ("closed", "this ContextParallel is closed"),
             ):  # fmt: skip
                 self.assertIn(word, said[name])

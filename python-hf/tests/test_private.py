@@ -20,6 +20,7 @@ import cpattn_hf
 # By the names: objects of which each must have the name, as module:attribute.
 HAS = {
     "_C": ["torch:"],
+    "_version": ["torch:Tensor"],
     "_register_atexit": ["threading:"],
     "_current_graph_task_id": ["torch._C:"],
     "_get_default_store": ["torch.distributed.distributed_c10d:"],

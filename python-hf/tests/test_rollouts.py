@@ -208,9 +208,12 @@ class Rollouts(unittest.TestCase):
 
     def test_a_server_that_fails(self) -> None:
         """All processes raise, at once, what process 0 has seen."""
-        places = {"/v1/completions": "at a request to", "/update_weights": "at sending weights to", "/init_weight_transfer_engine": "at connecting to"}
-        for path, words in places.items():
-            with self.subTest(path), vllm_double.serving("llama", fails=path, after=int(path == "/v1/completions")) as (_, address), tempfile.TemporaryDirectory() as folder:
+        places = {
+            "/v1/completions": ("at a request to", 1), "/update_weights": ("at sending weights to", 0), "/init_weight_transfer_engine": ("at connecting to", 0),
+            "/server_info": ("at connecting to", 1),
+        }  # fmt: skip
+        for path, (words, after) in places.items():
+            with self.subTest(path), vllm_double.serving("llama", fails=path, after=after) as (_, address), tempfile.TemporaryDirectory() as folder:
                 said = processes.run(_failed, 4, address, "defaults", 4, 2, folder, seconds=400)
                 self.assertIn("as the test wants it", said[0])
                 for rank in (1, 2, 3):

@@ -58,6 +58,13 @@ class Scaled(Trainer):
         return (2 * found[0], found[1]) if return_outputs else 2 * found
 
 
+class Added(Trainer):
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+        loss, out = super().compute_loss(model, inputs, True, num_items_in_batch)
+        loss += 1
+        return (loss, out) if return_outputs else loss
+
+
 class Twice(AxolotlTrainer):
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
         super().compute_loss(model, dict(inputs), return_outputs, num_items_in_batch)
@@ -96,7 +103,7 @@ def _right(rank: int, world: int) -> tuple[list[float], int]:
 
 def _refused(rank: int, world: int) -> dict[str, str]:
     said = {}
-    for kind in (Scaled, Twice, Alone):
+    for kind in (Scaled, Added, Twice, Alone):
         model = models.build("llama")
         cp = ContextParallel(model, timeout=60)
         with tempfile.TemporaryDirectory() as folder:
@@ -121,6 +128,7 @@ class Subclasses(unittest.TestCase):
     def test_other_losses_are_refused_by_name(self) -> None:
         for said in processes.run(_refused, 2, seconds=200):
             self.assertIn("Scaled.compute_loss of test_subclasses called super().compute_loss 1 times and returned another loss", said["Scaled"])
+            self.assertIn("Added.compute_loss of test_subclasses called super().compute_loss 1 times and changed its loss in place", said["Added"])
             self.assertIn("Twice.compute_loss of test_subclasses called super().compute_loss 2 times", said["Twice"])
             self.assertIn("Alone.compute_loss of test_subclasses called super().compute_loss 0 times and returned its own loss", said["Alone"])
 

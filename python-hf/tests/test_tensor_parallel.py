@@ -8,6 +8,7 @@ import tempfile
 import unittest
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,7 @@ except ImportError:
 import models
 import processes
 from cpattn import Error
-from cpattn_hf.transformers import ContextParallel
+from cpattn_hf.transformers import ContextParallel, tensors
 
 transformers.utils.logging.set_verbosity_error()
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 32}
@@ -116,7 +117,12 @@ def _refused(rank: int, world: int) -> dict[str, str]:
     cp = ContextParallel(drops, mesh=mesh, timeout=60)
     torch.manual_seed(5 + rank)
     refuse("seeds", lambda: drops(**models.batch(LENGTHS)))
+    torch.manual_seed(5 + (rank == 3))
+    refuse("seed of one rank", lambda: drops(**models.batch(LENGTHS)))
     torch.manual_seed(5)
+    own = torch.Generator().manual_seed(rank)  # stands for a device's
+    with mock.patch.object(tensors, "generators", lambda device: [torch.default_generator, own]):
+        refuse("seeds of devices", lambda: drops(**models.batch(LENGTHS)))
     assert drops(**models.batch(LENGTHS)).loss.isfinite()
     cp.close()
     bloom = transformers.AutoModelForCausalLM.from_config(transformers.BloomConfig(vocab_size=96, hidden_size=32, n_layer=1, n_head=4))
@@ -143,6 +149,8 @@ class Tensors(unittest.TestCase):
                 ("all ranks", "in one group of ContextParallel, which needs ranks with the same part"), ("other option of peers", "tile is"),
                 ("other batch of peers", "hold parts of one model, and need the same batch"), ("other batch of one rank", "Disagreement" if rank % 2 else "refused their"),
                 ("bad batch of peers", "labels is" if rank % 2 else "refused their"), ("trainer", "cp.trainer"), ("seeds", "torch.manual_seed with one number on all"),
+                ("seeds of devices", "torch.manual_seed with one number on all"),
+                ("seed of one rank", "torch.manual_seed with one number on all" if rank > 1 else "refused their batches or random generators"),
                 ("adapter", "has layers with an adapter, which is not supported"),
             ):  # fmt: skip
                 self.assertIn(word, said[name], (rank, name))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import unittest
 
@@ -16,7 +17,7 @@ except ImportError:
 import cpattn
 import models
 import processes
-from cpattn import Event
+from cpattn import Event, InvalidArgument
 from cpattn_hf.transformers import ContextParallel
 from cpattn_hf.transformers.timeline import busy, common, costs, line
 
@@ -41,6 +42,14 @@ def _recorded(rank: int, world: int) -> tuple[list[str], int, int]:
     lines += [cp.timeline(), cp.timeline()]
     model(**pack).loss.backward()
     events = cp.trace()
+    with contextlib.suppress(InvalidArgument):
+        cp.record((1 << 24) + 1)
+    with torch.autocast("cpu", torch.float16):  # whose context records as before
+        model(**pack)
+    lines.append(cp.timeline())
+    cp.record(5)
+    model(**pack).loss.backward()
+    lines.append(cp.timeline())
     picture = cpattn.timeline_svg(events) if rank == 0 else ""
     cp.close()
     return lines, len(events), len(picture)
@@ -50,9 +59,11 @@ class Timeline(unittest.TestCase):
     def test_lines_of_steps(self) -> None:
         found = processes.run(_recorded, 2)
         self.assertEqual(found[0][0], found[1][0], "on all ranks")
-        nothing, step, autocast, again = found[0][0]
+        nothing, step, autocast, again, third, full = found[0][0]
         for none in (nothing, again):
             self.assertEqual(none, "no attention was recorded: call cp.record() before the step")
+        self.assertIn("; recorder full: ranks [0, 1] have 5 operations, and later ones are missing", full)
+        self.assertRegex(third, r"^2 ranks, [^;]*$")
         for text in (step, autocast):
             self.assertRegex(text, PATTERN)
             self.assertNotRegex(text, r", 0 MB|workspace 0 MB|communicates 0 ms")
@@ -74,7 +85,11 @@ class Timeline(unittest.TestCase):
             Event(1, 0, "attend", "forward", 0, 0, 1_000_000, 0), Event(1, 1, "fetch", "forward", 0, 0, 4_000_000, 2_000_000),
         ]  # fmt: skip
         self.assertEqual(costs(events)[0], (4_000_000, 2_000_000, 1_000_000, 1_000_000))
-        self.assertEqual(line(events, 3_000_000), "2 ranks, 5 ms: attention computes 4 ms, communicates 4 ms (25 % of it hidden), 2 MB sent and received, workspace 3 MB")
+        text = "2 ranks, 5 ms: attention computes 4 ms, communicates 4 ms (25 % of it hidden), 2 MB sent and received, workspace 3 MB"
+        self.assertEqual(line([events], 3_000_000, 3), text)
+        self.assertEqual(line([events[::2], events[1::2]], 3_000_000, 2), text, "each dtype has a recorder")
+        self.assertIn(text + "; recorder full: ranks [0, 1] have 2 operations", line([events], 3_000_000, 2))
+        self.assertIn("; recorder full: ranks [0] have", line([events[:3]], 3_000_000, 2))
 
 
 if __name__ == "__main__":

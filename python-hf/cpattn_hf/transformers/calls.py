@@ -155,26 +155,31 @@ class Calls:
     def record(self, capacity: int = 1 << 16) -> None:
         """Starts to record operations of attention, at most `capacity` of them for each dtype, for `timeline` and `trace`."""
         self._talk()
-        self._recorded = whole("capacity", capacity, 1, 2**32)
+        capacity = whole("capacity", capacity, 1, 1 << 24)
         for context in self._contexts.values():
-            context.record(self._recorded)
+            context.record(capacity)
+        self._recorded = capacity
 
     def trace(self) -> list[Event]:
         """The events that the ranks of a group recorded since the last call, on its rank 0, for `cpattn.timeline_svg` and `cpattn.chrome_trace`; on
         other ranks none. All ranks call it."""
+        return list(chain.from_iterable(self._traces()))
+
+    def _traces(self) -> list[list[Event]]:
+        """By the dtype, each of which has a recorder on each rank."""
         self._talk()
-        return [event for context in self._contexts.values() for event in context.trace()]
+        return [context.trace() for context in self._contexts.values()]
 
     def timeline(self) -> str:
         """The events since the last call in a line, on all ranks of a group: how long attention computed and communicated, how much of that was
-        hidden, bytes, and workspace. Of each the number of the rank with the most. All ranks call it."""
-        events, workspace = self.trace(), 0
+        hidden, bytes, and workspace. Of each the number of the rank with the most. Says so if a recorder was full. All ranks call it."""
+        traces, workspace = self._traces(), 0
         if self.last is not None:
             options = {name: value for name, value in self._options.items() if name in PlanOptions.__annotations__}
             for _, kind in self._found.told:
                 plan = Plan.with_tokens_of(self.last.batch.plan, **{**options, "dtype": DTYPES[self.last.batch.context.dtype], **kind})
                 workspace = max(workspace, *(plan.workspace(rank, way) for rank in range(plan.world) for way in ("forward", "backward")))
-        return str(self.sent(line(events, workspace) if self.rank == 0 else None))
+        return str(self.sent(line(traces, workspace, self._recorded) if self.rank == 0 else None))
 
     def mtp(self, heads: Heads | None) -> None:
         """Heads for tokens further on than the next one (multi-token prediction), modules of yours. In each pass of the model that trains,

@@ -36,7 +36,7 @@ def refuse_layerdrop(config: object) -> None:
             )
 
 
-def _generators(device: torch.device) -> list[torch.Generator]:
+def generators(device: torch.device) -> list[torch.Generator]:
     """PyTorch's generators for the CPU and for the device."""
     if device.type != "cuda":
         return [torch.default_generator]
@@ -68,7 +68,7 @@ class Draws:
 
     def __init__(self, rank: int, replica: int, device: torch.device, transport: EngineTransport, tokens: Tensor, distribution: int) -> None:
         self._transport, self._tokens = transport, tokens
-        self._generators = _generators(device)
+        self._generators = generators(device)
         self._before = [one.get_state() for one in self._generators]
         states = [state.numpy().tobytes() for state in self._before]
         # Odd, as all that ranks tell each other while a forward pass is under way. Replicas have batches of their own, and one seed.

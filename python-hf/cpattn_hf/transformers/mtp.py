@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -120,10 +120,15 @@ def refuse_branches(pack: Pack, by: int) -> None:
     assert pack.labels is not None
     positions, ids, ends = pack.positions.tolist(), pack.ids.tolist(), pack.cu_seqlens
     counts = F.pad(pack.labels[:-1] != -100, (1, 0)).tolist()  # whether a token is the label of the one before it
+    # The ends of runs of tokens whose positions grow by one, of one document each.
+    runs = [*(at for at, (a, b) in enumerate(pairwise(positions), 1) if b != a + 1 or ends[bisect_left(ends, at)] == at), len(positions)]
+
+    def cut(begin: int, end: int) -> list[tuple[int, int]]:
+        return list(pairwise([begin, *runs[bisect_right(runs, begin) : bisect_left(runs, end)], end]))
+
     for one in pack.slices:
-        cuts = [one.k_begin, *ends[bisect_right(ends, one.k_begin) : bisect_left(ends, one.k_end)], one.k_end]
-        for begin, end in pairwise(cuts):
-            for later in range(one.q_begin, one.q_end):
+        for (begin, end), queries in product(cut(one.k_begin, one.k_end), cut(one.q_begin, one.q_end)):
+            for later in range(*queries):
                 # The keys that are 1 to by + 1 places before it, of which only the last ones of a run are.
                 if (far := positions[later] - positions[end - 1]) > by + 1:
                     break
@@ -150,7 +155,7 @@ class MultiToken:
             raise Unsupported(f"{name} has no base model separate from its head, after which heads for further tokens could run")
         self._cp, self._heads, self.base = cp, heads, base
 
-    def check(self, labels: bool, reads: bool, images: bool, shifted: bool) -> None:
+    def check(self, labels: bool, reads: bool, images: bool, ids: bool, shifted: bool) -> None:
         """Refuses passes in which the heads would be left out, or see something else than in one process. Before a pass."""
         if not self._cp.model.training or not labels:
             return
@@ -158,6 +163,8 @@ class MultiToken:
             raise Unsupported(f"the loss of this pass is not the model's own (a trainer of TRL, cp.logprobs), and heads of cp.mtp would be left out: {OFF}")
         if images:
             raise Unsupported(f"images are given to a model with heads of cp.mtp, which read ids of tokens: {OFF}")
+        if not ids:
+            raise Unsupported(f"inputs_embeds is given to a model with heads of cp.mtp, which read ids of tokens: give input_ids, or {OFF}")
         if not shifted:
             raise Unsupported(f"the labels of {type(self._cp.model).__name__} are those of the tokens themselves, not of the next ones: {OFF}")
 

@@ -263,7 +263,7 @@ class ContextParallel(Calls):
                     raise refused("num_items_in_batch", given, "a number is needed")
                 reader = self._asked or reader_of(self, self._kept, inputs)
                 if self._ahead:
-                    self._ahead.check(found.labels is not None, reader is not None, bool(images), LOSSES.get(loss_of(self.model), True))
+                    self._ahead.check(found.labels is not None, reader is not None, bool(images), inputs.get("input_ids") is not None, LOSSES.get(loss_of(self.model), True))
                 if reader and found.weights is not None:
                     raise Unsupported("loss_weights are given where the loss is not that of labels of tokens: leave them out, and weigh the results")
                 if self._found.pooled and found.slices is not None:
@@ -275,7 +275,7 @@ class ContextParallel(Calls):
             compare(context.transport, "inputs", digest(found.bytes() + repr(items).encode() + more), need)
         views = Views(found, lambda dtype: self._context(dtype).batch(found.cu_seqlens, slices=found.slices), self._found.blocks)
         batch = views.batch(self.model.dtype)
-        self._peers.compare_pass(self.model, found.bytes() + repr((items, batch.plan.distribution)).encode() + more)
+        self._peers.compare_pass(self.model, found.bytes() + repr((items, batch.plan.distribution)).encode() + more, context.transport)
         forward = Forward(found, views, batch, items, found.labels, found.weights, reader, group=self._talk(), part=self._peers.number)
         forward.size = reader.tile if reader else self.tile if found.labels is not None else 0
         return forward

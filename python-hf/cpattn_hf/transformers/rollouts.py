@@ -74,6 +74,9 @@ def generation(cp: ContextParallel, kind: type[Any]) -> type[Any]:
             accelerator.wait_for_everyone = lambda: None  # `agree` waits too, and a process that failed takes part in it
             try:
                 super()._init_vllm()
+                if accelerator.is_main_process:  # TRL asks once more, outside of `agree`, what the server is
+                    info = self.vllm_client.get_server_info()
+                    self.vllm_client.get_server_info = lambda: info
             except Exception as caught:  # noqa: BLE001 (raised below)
                 error = caught
             finally:

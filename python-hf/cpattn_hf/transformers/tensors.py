@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor
 
 from cpattn.errors import Unsupported
 from cpattn.torch import GlooTransport
-from cpattn.torch.group import compare, compare_settings, digest, refusing
+from cpattn.torch.group import compare, compare_settings, digest, digests, refusing
+from .draws import generators
 
 NAME = "tp"
 # Other ways in which Transformers distributes a model, by the names of sizes in its DistributedConfig.
@@ -98,14 +99,18 @@ class Peers:
         if self.transport is not None:
             compare_settings(self.transport, settings)
 
-    def compare_pass(self, model: Any, data: bytes) -> None:
-        """Compares the bytes of a batch and of its distribution, and the state of generators where a model draws."""
+    def compare_pass(self, model: Any, data: bytes, group: GlooTransport) -> None:
+        """Compares the bytes of a batch and of its distribution, and the state of generators where a model draws. `group` is the transport of the ranks that
+        share the pass with this one: they learn of it if their peers agree and those of this rank do not."""
         if self.transport is None:
             return
         need = f"the ranks {list(self.ranks)} hold parts of one model, and need the same"
-        compare(self.transport, "batches", digest(data), f"{need} batch, with one distribution of its tokens")
-        state = torch.default_generator.get_state().numpy().tobytes() if model.training and _draws(model) else b""
-        compare(self.transport, "random generators", digest(state), f"{need} draws of dropout: torch.manual_seed with one number on all")
+        with refusing(group):
+            compare(self.transport, "batches", digest(data), f"{need} batch, with one distribution of its tokens")
+            drawn = generators(next(model.parameters()).device) if model.training and _draws(model) else []
+            states = b"".join(one.get_state().numpy().tobytes() for one in drawn)
+            compare(self.transport, "random generators", digest(states), f"{need} draws of dropout: torch.manual_seed with one number on all")
+        digests(group, "batches or random generators", 1)
 
     def refuse(self, kind: str, parts: Mapping[str, object]) -> None:
         """Refuses what counts the heads of the whole model, or was not tried."""

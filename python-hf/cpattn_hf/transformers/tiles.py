@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 from torch.torch_version import TorchVersion
@@ -73,11 +73,14 @@ def tiles(
 
 
 def number_of(cp: ContextParallel, forward: Forward, size: int, head: Any) -> int:
-    """The number of tiles, the same on all ranks: with FSDP and ZeRO-3, each tile gathers the head's parameters, over the replicas too."""
+    """The number of tiles, the same on all ranks: with FSDP and ZeRO-3, each tile gathers the head's parameters, over the replicas too. What a function
+    of a user calls is not known."""
+    module = isinstance(head, nn.Module)
+    sharded = module and any(isinstance(one, FSDPModule) for one in head.modules())
     number: int = -(-max(forward.batch.plan.share(rank).q_tokens for rank in range(cp.ranks)) // size)
-    if cp.replicas > 1 and (isinstance(head, FSDPModule) or in_parts(head)):
+    if cp.replicas > 1 and (not module or sharded or in_parts(head)):
         number = cp._most(number)
-    if isinstance(head, FSDPModule) and TorchVersion(torch.__version__) < "2.11":
+    if sharded and TorchVersion(torch.__version__) < "2.11":
         raise Unsupported(
             f"tile is {size}, fully_shard wraps the head separately, and torch.__version__ is {torch.__version__}, which does not gather the "
             "head's parameters again for each tile: use PyTorch 2.11 or later, or leave tile out"

@@ -6,6 +6,7 @@ Operations of one lane may overlap, and count once. Of each number the line has 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -58,17 +59,21 @@ def costs(events: Iterable[Event]) -> dict[int, Costs]:
     return found
 
 
-def line(events: Sequence[Event], workspace: int) -> str:
-    """The costs of some steps. `workspace` is in bytes."""
+def line(traces: Sequence[Sequence[Event]], workspace: int, capacity: int) -> str:
+    """The costs of some steps, from the events of recorders with room for `capacity` on each rank. `workspace` is in bytes."""
+    every = [Counter(one.rank for one in events) for events in traces]
+    full = sorted({rank for counts in every for rank, count in counts.items() if count >= capacity})
+    events = [one for part in traces for one in part]
     if not (each := costs(events)):
         return "no attention was recorded: call cp.record() before the step"
     took = max(one.end_ns for one in events) - min(one.start_ns for one in events)
     most = Costs(*(max(one) for one in zip(*each.values())))
     slowest = max(each.values(), key=lambda one: one.communicating)
     hidden = round(100 * slowest.hidden / slowest.communicating) if slowest.communicating else 0
+    missing = f"; recorder full: ranks {full} have {capacity} operations, and later ones are missing, call cp.timeline() after fewer steps or cp.record() with more"
     return (
         f"{len(each)} ranks, {_ms(took)}: attention computes {_ms(most.computing)}, communicates {_ms(most.communicating)} ({hidden} % of it hidden), "
-        f"{_mb(most.bytes)} sent and received, workspace {_mb(workspace)}"
+        f"{_mb(most.bytes)} sent and received, workspace {_mb(workspace)}{missing if full else ''}"
     )
 
 

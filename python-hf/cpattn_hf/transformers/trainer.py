@@ -35,6 +35,11 @@ def _reentrant(model: torch.nn.Module, args: Any) -> bool:
     return any(getattr(function, "keywords", {}).get("use_reentrant") for function in functions)
 
 
+def _changes(loss: torch.Tensor) -> int | None:
+    """How often a loss was changed in place. PyTorch does not count it for inference tensors."""
+    return None if loss.is_inference() else loss._version
+
+
 # The modules whose trainers are known.
 KNOWN = ("transformers.trainer", *MODULES)
 
@@ -71,17 +76,17 @@ def trainer(cp: ContextParallel, kind: type[Any], send_batches: bool = False, sh
     class Inner(Trainer):
         """Trainer's loss, where super().compute_loss of a subclass finds it: after it and before Trainer."""
 
-        computed: list[Any]
+        computed: list[tuple[Any, int | None]]
 
         def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
             loss, out = of_trainer(self, model, inputs, num_items_in_batch)
-            self.computed.append(loss)
+            self.computed.append((loss, _changes(loss)))
             return (loss, out) if return_outputs else loss
 
     bases = (kind, Inner) if around else (kind,)
 
     class ContextParallelTrainer(*bases):  # type: ignore[misc]
-        computed: list[Any]  # the losses of Inner in a call
+        computed: list[tuple[Any, int | None]]  # the losses of Inner in a call, and their versions
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             if cp._peers.ranks:
@@ -211,11 +216,13 @@ def trainer(cp: ContextParallel, kind: type[Any], send_batches: bool = False, sh
                 self.computed = []
                 found: Any = super().compute_loss(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
                 loss, out = found if return_outputs else (found, {})
-                if around and not (len(self.computed) == 1 and loss is self.computed[0]):
+                computed, self.computed = self.computed, []  # which would keep the graph of the loss
+                if around and not (len(computed) == 1 and loss is computed[0][0] and _changes(loss) == computed[0][1]):
+                    changed = len(computed) == 1 and loss is computed[0][0]
+                    did = "changed its loss in place" if changed else "returned another loss" if computed else "returned its own loss"
                     raise Unsupported(
-                        f"{usual_kind.__name__}.compute_loss of {mine} called super().compute_loss {len(self.computed)} times and returned "
-                        f"{'another' if self.computed else 'its own'} loss; one call is needed, whose loss it returns as it is: what a rank computes beside it is of its own "
-                        "tokens. For log-probabilities of all tokens: cp.logprobs"
+                        f"{usual_kind.__name__}.compute_loss of {mine} called super().compute_loss {len(computed)} times and {did}; one call is needed, whose loss it "
+                        "returns as it is: what a rank computes beside it is of its own tokens. For log-probabilities of all tokens: cp.logprobs"
                     )
             else:
                 loss, out = of_trainer(self, model, inputs, num_items_in_batch)
