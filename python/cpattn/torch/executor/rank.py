@@ -50,6 +50,7 @@ class Executor:
         # What operations need besides, of each lane; all of a run is joined with the communication stream at its end.
         communication = None if self._streams is None else self._streams.communication
         self._memories = {lane: Memory(self.device, communication) for lane in Lane}
+        self._sizes = [0 for _ in Lane]
         self._autocast = attempt(torch.is_autocast_enabled, self.device.type) is not None  # raises for a device without autocast
         self._lock, self._failed, self._closed = Lock(), "", False
 
@@ -240,6 +241,7 @@ class Executor:
             with torch.no_grad(), self._exact():
                 begun = program.sends
                 program.run(self._streams)
+            self._settle()
         except PeerError as error:
             raise self._fail(error) from error.__cause__
         except BaseException as error:
@@ -289,6 +291,18 @@ class Executor:
                 self._workspace = torch.empty(size, dtype=torch.uint8, device=self.device)
                 if self._streams is not None:
                     self._workspace.record_stream(self._streams.communication)
+
+    def _settle(self) -> None:
+        """After a run, whose streams are joined: where it needed more memory than there was, nothing holds the earlier one."""
+        wanted = [memory.wanted for memory in self._memories.values()]
+        if wanted == self._sizes:
+            return
+        self._sizes = wanted
+        for memory in self._memories.values():
+            memory.settle()
+        for of_plan in self._programs.values():
+            for program in of_plan.values():
+                program.renew()
 
     def _give_up(self, error: BaseException) -> None:
         """After an error of this rank in a run that other ranks take part in, such as a kernel's: its messages may be under way, and
