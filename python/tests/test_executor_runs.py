@@ -195,6 +195,17 @@ class Runs(unittest.TestCase):
         with self.assertRaisesRegex(AssertionError, "allocates"), Allocations():
             torch.ones(1) + 1
 
+    def test_the_double_sees_what_is_sent_overwritten(self) -> None:
+        network, x = Post(Office(2), 0), torch.zeros(3)
+        for value in (0.0, 1.0):
+            works = network.post(network.batch([(x, 1, 0, True)]))
+            x.fill_(value)
+            if value:
+                with self.assertRaisesRegex(AssertionError, "what is sent was overwritten"):
+                    network.wait(works)
+            else:
+                network.wait(works)
+
     def test_a_workspace_that_stays(self) -> None:
         """Also where plans of several sizes take turns."""
         plans = [plan_of(options) for options in OPTIONS[:3]]
