@@ -407,6 +407,23 @@ class Runs(unittest.TestCase):
         with self.assertRaisesRegex(cpattn.InvalidArgument, "stream.device is cuda:1, cpu is needed"):
             rank.forward(plan, own)
 
+    def test_tables_are_of_the_communication_stream(self) -> None:
+        """Each run is joined with it; the stream that was current may be no later run's."""
+        made_on: list[Lane] = []
+
+        class Noting(Math):
+            def prepare(self, call: Any) -> None:
+                made_on.append(log[-1][1])
+                super().prepare(call)
+
+        plan, rank = Plan(CU, HEADS, DIM, kv_heads=KV), group(1, Noting())[0]
+        log: list[tuple[str, Lane, Any]] = [("enter", Lane.COMPUTE, None)]
+        compute, communication = (Stream(lane, log) for lane in (Lane.COMPUTE, Lane.COMMUNICATION))
+        rank._streams = Streams(communication, Event, lambda: compute)
+        for direction in cpattn.Direction:
+            rank.prepare(plan, direction)
+        self.assertEqual(made_on, [Lane.COMMUNICATION] * 2)
+
     def test_a_capture_is_refused(self) -> None:
         """Before anything is compared or allocated; by the module of the device."""
         plan, rank = Plan(CU, HEADS, DIM, kv_heads=KV), group(1, MATH)[0]

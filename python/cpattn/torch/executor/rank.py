@@ -197,8 +197,9 @@ class Executor:
             name = names[key] = name_of(plan, key)
         if (program := of_plan.get(key)) is None:
             try:
-                # Tables that were made in inference mode would be of no use outside of it.
-                with torch.inference_mode(False):
+                # Tables that were made in inference mode would be of no use outside of it. On a device they are of the communication stream,
+                # which every run is joined with at its beginning and its end, whatever stream its caller has.
+                with torch.inference_mode(False), nullcontext() if self._streams is None else self._streams.communication:
                     schedule, attention = make()
                     program = of_plan[key] = Program(schedule, self.network, name >> 8, attention, self._memories)
             except Exception:
