@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import inspect
+import threading
 import types
 import unittest
 import unittest.mock
@@ -473,6 +475,37 @@ class Runs(unittest.TestCase):
                 step(good, number, rank, made)
 
             on_all(group(4, MATH), job)
+
+    def test_deterministic_mode_after_the_first_run(self) -> None:
+        """It is refused as before it, by kernels that do not honour it; others go on with the same program."""
+        plan = plan_of(OPTIONS[0] | {"ring": 2, "world": 2})
+
+        class Other(Math):
+            honours = dataclasses.replace(Math.honours, deterministic=False)
+
+        def job(number: int, rank: Executor) -> None:
+            made = tensors(plan, number)
+            step(plan, number, rank, made)
+            there = dict(rank._programs[plan])
+            barrier.wait(60)
+            torch.use_deterministic_algorithms(True)
+            if isinstance(rank.kernel, Other):
+                with self.assertRaisesRegex(cpattn.Unsupported, "kernels='math' honours no such call: deterministic is True, False is needed"):
+                    step(plan, number, rank, made)
+            else:
+                step(plan, number, rank, made)
+            assert rank._programs[plan] == there
+            barrier.wait(60)
+            torch.use_deterministic_algorithms(False)
+            step(plan, number, rank, made)
+
+        for kernel in (Other(), MATH):
+            barrier = threading.Barrier(2)
+            try:
+                with self.subTest(kernel=type(kernel).__name__):
+                    on_all(group(2, kernel), job)
+            finally:
+                torch.use_deterministic_algorithms(False)
 
     def test_each_run_is_compared_in_detail(self) -> None:
         """Where messages have no tags, a rank that runs another known plan would get other bytes."""

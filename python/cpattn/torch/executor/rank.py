@@ -187,7 +187,9 @@ class Executor:
             refuse(self.kernel, {**settings_of(plan), **backward, "device": self.device, "dtype": dtype})
             return plan.schedule(self.network.rank, direction), Attention(self.kernel, dtype, slopes_of(plan), lse_gradient)
 
-        return self._made(plan, (direction, lse_gradient), make, compare)
+        # Part of the key, so that a mode which is turned on after a plan's first run is refused as before it.
+        refused = torch.are_deterministic_algorithms_enabled() and not self.kernel.of(TORCH_DTYPES[plan.dtype]).honours.deterministic
+        return self._made(plan, (direction, lse_gradient, refused), make, compare)
 
     def _made(self, plan: Plan, key: Any, make: Callable[[], tuple[Schedule, Attention | None]], compare: bool = True) -> Program:
         """The program of a plan. Its first run compares the plans of the ranks."""
