@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """Host time of an operation of a schedule with kernels of others, beside PyTorch's own calls.
 
-    CPATTN_LIBRARY=... PYTHONPATH=python:python/tests python3 benches/executor/host_time.py [--json]
+    CPATTN_LIBRARY=... PYTHONPATH=python:python/tests python3 benches/executor/host_time.py [--json] [--quick]
 
 The kernel returns at once, messages are not moved, and tensors have few rows, so that the host is all there is. What is timed is the
 processor time of the thread. "PyTorch" are the calls into PyTorch that such a run makes, recorded once and made again by
@@ -85,7 +85,7 @@ def tensors(plan):
     return made | {"o": torch.empty(q, HEADS, DIM), "lse": torch.empty(HEADS, q)} | {"d" + name: torch.empty_like(made[name]) for name in "qkv"}
 
 
-def quartile(run, count=60):
+def quartile(run, count):
     times = []
     for _ in range(count):
         begun = time.thread_time_ns()
@@ -94,7 +94,7 @@ def quartile(run, count=60):
     return sorted(times)[count // 4] / 1e3
 
 
-def measured(mesh):
+def measured(mesh, rounds, count):
     """For each direction: operations, and microseconds of a run and of PyTorch's calls in it."""
     plan = Plan(ENDS, HEADS, DIM, kv_heads=KV_HEADS, **mesh)
     office = Office(mesh.get("world", 1))
@@ -107,20 +107,21 @@ def measured(mesh):
             run()
         with Calls() as of_torch:
             run()
-        pairs = [(quartile(run), quartile(of_torch.again)) for _ in range(4)]
+        pairs = [(quartile(run, count), quartile(of_torch.again, count)) for _ in range(rounds)]
         yield way, len(plan.schedule(0, way).ops), *(min(one) for one in zip(*pairs))
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--quick", action="store_true", help="two runs of each: no times, but a check that it runs")
     of = parser.parse_args()
     torch.set_num_threads(1)
     rows = []
     # The kernel's results are no attention.
     with unittest.mock.patch.object(packed, "tried", lambda *_: None):
         for name, mesh in MESHES.items():
-            for way, ops, whole, of_torch in measured(mesh):
+            for way, ops, whole, of_torch in measured(mesh, *((1, 2) if of.quick else (4, 60))):
                 rows.append({"mesh": name, "direction": way.name.lower(), "operations": ops, "us": whole / ops, "pytorch_us": of_torch / ops})
     if of.json:
         print(json.dumps(rows))

@@ -87,6 +87,12 @@ class Steps(Folder):
         self.assertTrue(of.run("leaves", ["bash", "-c", f"sleep 300 & echo $! > {pids}"], 20)["ok"])
         self.assertFalse(any_runs(pids.read_text().split()))
 
+    def test_a_step_that_is_ended_keeps_what_it_has_told(self):
+        of = self.steps()
+        stage = unittest.mock.Mock(steps=of)
+        lease.Stage.json_of(stage, "many rows", ["bash", "-c", """echo '{"rows": [1]}'; echo '{"rows": [1, 2]}'; printf '{"rows": [1, 2'; kill -9 $$"""], 20)
+        self.assertEqual((of.failed(), self.record("stage")["many_rows"]), (["many rows"], {"rows": [1, 2]}))
+
     def test_what_has_no_time_is_named(self):
         of = self.steps(limit_s=1.0)
         self.assertIsNone(of.run("late", ["true"], 20))

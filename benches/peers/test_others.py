@@ -27,6 +27,11 @@ class Others(unittest.TestCase):
             self.assertEqual(set(row["errors"]), {"o", "dq", "dk", "dv"})
         self.assertEqual(found["failed"], [])
         self.assertIn("flex", found["missing"])
+        self.assertNotIn("running", found)
+        # What is left of a run that is ended during a case.
+        told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")][:-1]
+        self.assertEqual([(len(each["rows"]), each["running"]) for each in told], [(0, "torch torch.bfloat16 64"), (1, "torch torch.float32 64")])
+        self.assertEqual([row["dtype"] for row in told[1]["rows"]], ["torch.bfloat16"])
 
     def test_wrong_results_are_found(self):
         """In the whole documents and in the drawn rows; a NaN is no small error."""

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """Ranks of the executor as threads of one process: a network and a transport without sockets, so that thousands of plans run in a test.
 
-A message is copied when it is posted, and a receive is filled when it is waited for: what an executor reads too early is NaN.
+A message is copied when it is posted, and a receive is filled when it is waited for: what an executor reads too early is NaN, and
+what it writes too early is found when it waits. Memory that operations share is NaN when one begins.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ import torch
 from torch import Tensor
 
 from cpattn.errors import PeerError
+from cpattn.schedule import Lane
 from cpattn.torch.executor import Executor, Network
-from cpattn.torch.kernels import Kernel
+from cpattn.torch.kernels import Kernel, Memory
 
 SECONDS = 120.0
 
@@ -58,6 +60,18 @@ class Receipt:
         self._into.copy_(found)
 
 
+class Sent:
+    """A message that must stay as it is until it is waited for."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor, self.copy = tensor, tensor.clone()
+
+    def wait(self, *_: Any) -> None:
+        # Not by PyTorch, whose calls some tests count or refuse.
+        now, then = (x.view(torch.uint8).numpy().tobytes() for x in (self._tensor, self.copy))
+        assert now == then, "what is sent was overwritten before it was waited for"
+
+
 class Post(Network):
     def __init__(self, office: Office, rank: int, device: torch.device | str = "cpu") -> None:
         self._office, self.rank, self.world, self.device = office, rank, office.world, torch.device(device)
@@ -74,7 +88,8 @@ class Post(Network):
             key = (self.rank, peer, tag) if send else (peer, self.rank, tag)
             box = self._office.box(key)
             if send:
-                box.put(tensor.clone())
+                works.append(sent := Sent(tensor))
+                box.put(sent.copy)
             else:
                 works.append(Receipt(self._office, box, tensor))
         return works
@@ -108,19 +123,29 @@ class Talk:
         self._office.barrier.abort()
 
 
+class Poison(Memory):
+    """NaN when an operation begins."""
+
+    def settle(self) -> None:
+        super().settle()
+        self.bytes.fill_(255)
+
+
 class Poisoned(Executor):
     """Its workspace is NaN before each run."""
+
+    def __init__(self, transport: Any, network: Network, kernel: Kernel) -> None:
+        super().__init__(transport, network, kernel)
+        self._memories = {lane: Poison(self.device) for lane in Lane}
 
     def _room(self, size: int) -> None:
         super()._room(size)
         self._workspace.fill_(255)
-        for memory in self._memories.values():
-            memory.bytes.fill_(255)
 
 
 def group(world: int, kernel: Kernel) -> list[Executor]:
     office = Office(world)
-    return [Poisoned(Talk(office, rank), Post(office, rank), kernel) for rank in range(world)]  # type: ignore[arg-type]
+    return [Poisoned(Talk(office, rank), Post(office, rank), kernel) for rank in range(world)]
 
 
 def on_all(ranks: Sequence[Executor], job: Callable[[int, Executor], Any]) -> list[Any]:

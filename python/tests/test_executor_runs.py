@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import inspect
+import threading
 import types
 import unittest
 import unittest.mock
@@ -26,7 +28,7 @@ from cpattn.torch.dtypes import TORCH_DTYPES
 from cpattn.torch.executor import Executor, explain
 from cpattn.torch.executor.partials import merge
 from cpattn.torch.executor.program import Streams
-from cpattn.torch.kernels import Math, find
+from cpattn.torch.kernels import Math, Scratch, find
 
 CU, HEADS, KV, DIM = [0, 9, 9, 31, 64], 4, 2, 8
 MATH = find("math", "cpu")
@@ -195,6 +197,17 @@ class Runs(unittest.TestCase):
         with self.assertRaisesRegex(AssertionError, "allocates"), Allocations():
             torch.ones(1) + 1
 
+    def test_the_double_sees_what_is_sent_overwritten(self) -> None:
+        network, x = Post(Office(2), 0), torch.zeros(3)
+        for value in (0.0, 1.0):
+            works = network.post(network.batch([(x, 1, 0, True)]))
+            x.fill_(value)
+            if value:
+                with self.assertRaisesRegex(AssertionError, "what is sent was overwritten"):
+                    network.wait(works)
+            else:
+                network.wait(works)
+
     def test_a_workspace_that_stays(self) -> None:
         """Also where plans of several sizes take turns."""
         plans = [plan_of(options) for options in OPTIONS[:3]]
@@ -218,12 +231,37 @@ class Runs(unittest.TestCase):
             step(plan, 0, rank, tensors(plan, 0))
             address = rank._workspace.data_ptr()
             for program in [program for of_plan in rank._programs.values() for program in of_plan.values()]:
-                views = [*program.buffers._views.values(), *(x for x, b in zip(program.buffers.tensors, program.buffers.buffers, strict=True) if b.tensor is None)]
+                fixed = [x for x in tree_flatten(list(program.buffers.fixed.values()))[0] if isinstance(x, Tensor)]
+                views = [*fixed, *(x for x, b in zip(program.buffers.tensors, program.buffers.buffers, strict=True) if b.tensor is None)]
+                self.assertEqual(bool(fixed), program._workspace is not None)
                 for x in views:
                     assert not x.numel() or x.untyped_storage().data_ptr() == address
         self.assertEqual(len({plan.workspace(0, cpattn.Direction.BACKWARD) for plan in plans}), 3)
         for plan in plans:
             step(plan, 0, rank, tensors(plan, 0))
+
+    def test_memory_of_a_first_run(self) -> None:
+        """What operations need besides is not held in each size that it had, nor by plans of earlier runs."""
+        for options in ({"world": 1}, {"world": 2, "ring": 2, "layout": "zigzag"}):
+            plans = [Plan([0, tokens, 4 * tokens], HEADS, DIM, kv_heads=KV, dtype="bf16", **options) for tokens in (8, 32, 20)]  # type: ignore[arg-type]
+
+            ranks, before = group(options["world"], find("torch", "cpu")), Scratch.empty
+
+            def empty(room: Scratch, *arguments: Any, ranks: list[Executor] = ranks, before: Any = before) -> Tensor:
+                found: Tensor = before(room, *arguments)
+                mine = next(rank for rank in ranks if room._memory in rank._memories.values())
+                # Earlier sizes of a memory are those of other plans, and of smaller operations of this one.
+                most = 2.5 * sum(memory.wanted for memory in mine._memories.values())
+                assert sum(held(mine).values()) <= most, (held(mine), most)
+                return found
+
+            def job(number: int, rank: Executor, plans: list[Plan] = plans) -> None:
+                for plan in plans:
+                    step(plan, number, rank, {name: x.to(torch.bfloat16) for name, x in tensors(plan, number).items()})
+                    assert set(held(rank)) == {memory.bytes.untyped_storage().data_ptr() for memory in rank._memories.values()}
+
+            with self.subTest(options=options), unittest.mock.patch.object(Scratch, "empty", empty):
+                on_all(ranks, job)
 
     def test_another_default_device(self) -> None:
         """What is made without a device would be there, as in models that are built on meta."""
@@ -371,6 +409,23 @@ class Runs(unittest.TestCase):
         with self.assertRaisesRegex(cpattn.InvalidArgument, "stream.device is cuda:1, cpu is needed"):
             rank.forward(plan, own)
 
+    def test_tables_are_of_the_communication_stream(self) -> None:
+        """Each run is joined with it; the stream that was current may be no later run's."""
+        made_on: list[Lane] = []
+
+        class Noting(Math):
+            def prepare(self, call: Any) -> None:
+                made_on.append(log[-1][1])
+                super().prepare(call)
+
+        plan, rank = Plan(CU, HEADS, DIM, kv_heads=KV), group(1, Noting())[0]
+        log: list[tuple[str, Lane, Any]] = [("enter", Lane.COMPUTE, None)]
+        compute, communication = (Stream(lane, log) for lane in (Lane.COMPUTE, Lane.COMMUNICATION))
+        rank._streams = Streams(communication, Event, lambda: compute)
+        for direction in cpattn.Direction:
+            rank.prepare(plan, direction)
+        self.assertEqual(made_on, [Lane.COMMUNICATION] * 2)
+
     def test_a_capture_is_refused(self) -> None:
         """Before anything is compared or allocated; by the module of the device."""
         plan, rank = Plan(CU, HEADS, DIM, kv_heads=KV), group(1, MATH)[0]
@@ -420,6 +475,37 @@ class Runs(unittest.TestCase):
                 step(good, number, rank, made)
 
             on_all(group(4, MATH), job)
+
+    def test_deterministic_mode_after_the_first_run(self) -> None:
+        """It is refused as before it, by kernels that do not honour it; others go on with the same program."""
+        plan = plan_of(OPTIONS[0] | {"ring": 2, "world": 2})
+
+        class Other(Math):
+            honours = dataclasses.replace(Math.honours, deterministic=False)
+
+        def job(number: int, rank: Executor) -> None:
+            made = tensors(plan, number)
+            step(plan, number, rank, made)
+            there = dict(rank._programs[plan])
+            barrier.wait(60)
+            torch.use_deterministic_algorithms(True)
+            if isinstance(rank.kernel, Other):
+                with self.assertRaisesRegex(cpattn.Unsupported, "kernels='math' honours no such call: deterministic is True, False is needed"):
+                    step(plan, number, rank, made)
+            else:
+                step(plan, number, rank, made)
+            assert rank._programs[plan] == there
+            barrier.wait(60)
+            torch.use_deterministic_algorithms(False)
+            step(plan, number, rank, made)
+
+        for kernel in (Other(), MATH):
+            barrier = threading.Barrier(2)
+            try:
+                with self.subTest(kernel=type(kernel).__name__):
+                    on_all(group(2, kernel), job)
+            finally:
+                torch.use_deterministic_algorithms(False)
 
     def test_each_run_is_compared_in_detail(self) -> None:
         """Where messages have no tags, a rank that runs another known plan would get other bytes."""
@@ -532,6 +618,14 @@ class Runs(unittest.TestCase):
         weights = (logs - logs.logsumexp(0)).exp()
         self.assertLess((o - (weights[..., None] * values).sum(0)).abs().max().item(), 1e-6)
         self.assertLess((of_o.double().sum(-1) - logs.logsumexp(0)).abs().max().item(), 1e-6)
+
+
+def held(rank: Executor) -> dict[int, int]:
+    """The memory that a rank holds for its operations: sizes by addresses."""
+    rooms = [room for of_plan in rank._programs.values() for program in of_plan.values() for room in program._rooms]
+    of_rooms = [x for room in rooms for x in (room._of, *(piece.tensor for piece in room._tensors))]
+    storages = [x.untyped_storage() for x in (*of_rooms, *(memory.bytes for memory in rank._memories.values()))]
+    return {storage.data_ptr(): storage.nbytes() for storage in storages}
 
 
 def entries(log: list[tuple[str, Lane, Any]], ops: int) -> int:

@@ -63,6 +63,23 @@ class MathTest(unittest.TestCase):
                     with self.subTest(seed=seed, op=op.name):
                         check(self, kernel, op, seed)
 
+    def test_tensors_that_require_gradients(self):
+        """As those of a model do: `Work` is differentiated by its backward alone."""
+        kernel = kernels.find("math", "cpu")
+        for seed in range(20):
+            op = drawn_op(random.Random(seed))
+            q, k, v, d_o, lse, delta = problem(op, seed=seed)
+            work = kernels.Work(kernel, op, "cpu", torch.float64)
+            with self.subTest(seed=seed):
+                results = []
+                for asked in (False, True):
+                    for x in (q, k, v, d_o):
+                        x.requires_grad_(asked)
+                    results.append((*work.forward(q, k, v), *work.forward_with_max(q, k, v), *work.backward(d_o, q, k, v, None, lse, delta)))
+                for x, y in zip(*results, strict=True):
+                    self.assertFalse(y is not None and y.requires_grad)
+                    self.assertTrue(x is y is None or torch.equal(x, y))
+
     def test_narrow_types_are_computed_in_f32(self):
         kernel = kernels.find("math", "cpu")
         for seed in range(40):

@@ -252,14 +252,16 @@ def slopes_tensor(slopes: Any) -> Tensor | None:
     return slopes if slopes is None or isinstance(slopes, Tensor) else torch.tensor(slopes, dtype=torch.float32)
 
 
+# The options of a layer that are numbers, in the order in which operators take them, as a schema has them.
+_KINDS = {name: "int" if int in get_args(kind) else "float" for name, kind in get_type_hints(Layer).items() if name != "alibi_slopes"}
+_NUMBERS = ", ".join(f"{kind}? {name}" for name, kind in _KINDS.items())
+
+
 def _layer(slopes: Tensor | None, numbers: Any) -> Layer:
     """The layer's options: slopes are a tensor of the operator's, whose values a graph does not know."""
-    return Layer._make((*numbers, slopes_of("alibi_slopes", slopes)))
+    return Layer(**dict(zip(_KINDS, numbers, strict=True)), alibi_slopes=slopes_of("alibi_slopes", slopes))
 
 
-# The options of a layer that are numbers, as a schema has them.
-_KINDS = get_type_hints(Layer).items()
-_NUMBERS = ", ".join(f"{'int' if int in get_args(kind) else 'float'}? {name}" for name, kind in _KINDS if name != "alibi_slopes")
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? sinks"
 attention = _operator(
     "attention",

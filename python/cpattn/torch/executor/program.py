@@ -126,6 +126,11 @@ class Program:
         for room in self._rooms:
             room.release()
 
+    def renew(self) -> None:
+        """Lets go of earlier memory of operations."""
+        for room in self._rooms:
+            room.renew()
+
     def run(self, streams: Streams | None) -> None:
         """Runs on tensors that `buffers` has. A failure to send or receive raises PeerError. After an error the streams are joined too, so
         that the tensors may be let go of."""

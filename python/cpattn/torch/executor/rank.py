@@ -50,6 +50,7 @@ class Executor:
         # What operations need besides, of each lane; all of a run is joined with the communication stream at its end.
         communication = None if self._streams is None else self._streams.communication
         self._memories = {lane: Memory(self.device, communication) for lane in Lane}
+        self._sizes = [0 for _ in Lane]
         self._autocast = attempt(torch.is_autocast_enabled, self.device.type) is not None  # raises for a device without autocast
         self._lock, self._failed, self._closed = Lock(), "", False
 
@@ -186,7 +187,9 @@ class Executor:
             refuse(self.kernel, {**settings_of(plan), **backward, "device": self.device, "dtype": dtype})
             return plan.schedule(self.network.rank, direction), Attention(self.kernel, dtype, slopes_of(plan), lse_gradient)
 
-        return self._made(plan, (direction, lse_gradient), make, compare)
+        # Part of the key, so that a mode which is turned on after a plan's first run is refused as before it.
+        refused = torch.are_deterministic_algorithms_enabled() and not self.kernel.of(TORCH_DTYPES[plan.dtype]).honours.deterministic
+        return self._made(plan, (direction, lse_gradient, refused), make, compare)
 
     def _made(self, plan: Plan, key: Any, make: Callable[[], tuple[Schedule, Attention | None]], compare: bool = True) -> Program:
         """The program of a plan. Its first run compares the plans of the ranks."""
@@ -196,8 +199,9 @@ class Executor:
             name = names[key] = name_of(plan, key)
         if (program := of_plan.get(key)) is None:
             try:
-                # Tables that were made in inference mode would be of no use outside of it.
-                with torch.inference_mode(False):
+                # Tables that were made in inference mode would be of no use outside of it. On a device they are of the communication stream,
+                # which every run is joined with at its beginning and its end, whatever stream its caller has.
+                with torch.inference_mode(False), nullcontext() if self._streams is None else self._streams.communication:
                     schedule, attention = make()
                     program = of_plan[key] = Program(schedule, self.network, name >> 8, attention, self._memories)
             except Exception:
@@ -240,6 +244,7 @@ class Executor:
             with torch.no_grad(), self._exact():
                 begun = program.sends
                 program.run(self._streams)
+            self._settle()
         except PeerError as error:
             raise self._fail(error) from error.__cause__
         except BaseException as error:
@@ -289,6 +294,18 @@ class Executor:
                 self._workspace = torch.empty(size, dtype=torch.uint8, device=self.device)
                 if self._streams is not None:
                     self._workspace.record_stream(self._streams.communication)
+
+    def _settle(self) -> None:
+        """After a run, whose streams are joined: where it needed more memory than there was, nothing holds the earlier one."""
+        wanted = [memory.wanted for memory in self._memories.values()]
+        if wanted == self._sizes:
+            return
+        self._sizes = wanted
+        for memory in self._memories.values():
+            memory.settle()
+        for of_plan in self._programs.values():
+            for program in of_plan.values():
+                program.renew()
 
     def _give_up(self, error: BaseException) -> None:
         """After an error of this rank in a run that other ranks take part in, such as a kernel's: its messages may be under way, and

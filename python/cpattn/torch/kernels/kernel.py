@@ -56,7 +56,9 @@ class Kernel:
     """The base of all kernels. `name` is what errors and `explain` call it.
 
     q is [rows, heads, head_dim], k and v [keys, kv heads, dim], o [rows, heads, value dim], lse [heads, rows] in natural logarithms.
-    The tensors of a call of rectangles are contiguous."""
+    The tensors of a call of rectangles are contiguous.
+
+    Inputs are valid during the call only, and their memory is used again: keep copies. What is returned is read before the next call."""
 
     name: str = ""
     form: Literal["rows", "rectangles"] = "rectangles"

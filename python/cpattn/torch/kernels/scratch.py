@@ -70,7 +70,10 @@ class Fresh:
 
 
 class Memory:
-    """Bytes for operations that come one after another. `other` is a stream that each of their runs is joined with at its end."""
+    """Bytes for operations that come one after another. `other` is a stream that each of their runs is joined with at its end.
+
+    They grow between operations alone: what does not fit has tensors of its own until the next one begins. Earlier bytes are held by
+    what lies in them, which their owner lets go of after a run (`Scratch.renew`), when no stream uses them any more."""
 
     def __init__(self, device: torch.device, other: torch.Stream | None = None) -> None:
         self.device, self._other = device, other
@@ -79,12 +82,27 @@ class Memory:
     def clear(self) -> None:
         with torch.inference_mode(False):
             self.bytes = torch.empty(0, dtype=torch.uint8, device=self.device)
+        self.wanted = 0
+        self._overfull: Scratch | None = None
 
-    def grow(self, size: int) -> None:
+    def settle(self) -> None:
+        """Between operations: the memory is as large as they wanted so far."""
+        if self._overfull is not None:
+            self._overfull.fit()
+            self._overfull = None
+        if self.wanted > self.bytes.shape[0]:
+            with torch.inference_mode(False):
+                self.bytes = torch.empty(self.wanted, dtype=torch.uint8, device=self.device)
+            if self._other is not None:
+                self.bytes.record_stream(self._other)
+
+    def piece(self, of: Scratch, first: int, size: int, end: int) -> Tensor:
+        """Bytes from one to another, if there are as many."""
+        if end <= self.bytes.shape[0]:
+            return self.bytes[first : first + size]
+        self.wanted, self._overfull = max(self.wanted, end), of
         with torch.inference_mode(False):
-            self.bytes = torch.empty(size, dtype=torch.uint8, device=self.device)
-        if self._other is not None:
-            self.bytes.record_stream(self._other)
+            return torch.empty(size, dtype=torch.uint8, device=self.device)
 
 
 class Piece(NamedTuple):
@@ -104,9 +122,19 @@ class Scratch(Fresh):
         self._number = self._end = 0
 
     def begin(self) -> None:
+        self._memory.settle()
         self._number = self._end = 0
+        self.renew()
+
+    def renew(self) -> None:
+        """Lets go of an earlier memory."""
         if self._of is not self._memory.bytes:
             self.release()
+
+    def fit(self) -> None:
+        """Lets go of what is not in the memory."""
+        while self._tensors and self._tensors[-1].end > self._of.shape[0]:
+            del self._tensors[-1]
 
     def release(self) -> None:
         """Lets go of the memory."""
@@ -126,9 +154,6 @@ class Scratch(Fresh):
         of = tuple(shape)
         size, first = math.prod(of) * dtype.itemsize, self._end
         self._end = first + -(-size // ALIGNMENT) * ALIGNMENT
-        if self._end > self._memory.bytes.shape[0]:
-            # What was asked for before lies in the earlier bytes, which stay until it is gone.
-            self._memory.grow(self._end)
-        found = self._memory.bytes[first : first + size].view(dtype).view(of)
+        found = self._memory.piece(self, first, size, self._end).view(dtype).view(of)
         self._tensors.append(Piece(found, of, dtype, self._end))
         return found

@@ -43,17 +43,20 @@ class Work:
         self._runner = (ByRows if self.kernel.form == "rows" else ByRectangles)(self, slopes)
         self.calls = self._runner.calls
 
+    @torch.no_grad()
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """o [rows, heads, value dim] and lse [heads, rows], in f32 (f64 for f64), of `rows`, from the views of q, k and v. Rows without
         keys have o = 0 and lse = -inf."""
         return self._runner.forward(q, k, v)
 
+    @torch.no_grad()
     def forward_with_max(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """As `forward`, with the largest score of each head, -inf without any. For kernels that honour `max_logit`."""
         if not isinstance(self._runner, ByRows) or not self.kernel.honours.max_logit:
             raise Unsupported(f"kernels={self.kernel.name!r} returns no largest scores: return_max_logit is True, False is needed")
         return self._runner.forward_with_max(q, k, v)
 
+    @torch.no_grad()
     def backward(
         self, d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor | None, lse: Tensor, delta: Tensor, lse_gradient: bool = False
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
