@@ -94,7 +94,9 @@ class Source(sdist):
         # The source distribution has no other members.
         manifest = target / "Cargo.toml"
         text, changed = re.subn(r"(?m)^((?:default-)?members) = .*$", r'\1 = [".", "capi"]', manifest.read_text())
-        assert changed == 2, "the workspace has a list of members, and one of those that a command at its root chooses from"
+        assert changed == 2, (
+            "the workspace has a list of members, and one of those that a command at its root chooses from"
+        )
         manifest.write_text(text)
 
 

@@ -187,7 +187,9 @@ class Plan:
             for name in ("heads", "head_dim"):
                 if name not in own:
                     raise InvalidArgument(f"kinds: a kind of layer has no {name}: give each kind its {name}")
-            problem, how = plan._describe(members | _slices(own.pop("slices", None)), own.pop("heads"), own.pop("head_dim"), own.pop("dtype"), own)  # type: ignore[arg-type]
+            of_kind = members | _slices(own.pop("slices", None))
+            heads, head_dim, kind_dtype = own.pop("heads"), own.pop("head_dim"), own.pop("dtype")
+            problem, how = plan._describe(of_kind, heads, head_dim, kind_dtype, own)  # type: ignore[arg-type]
             problems.append(problem)
             plans.append(plan)
         layers = (c_uint64 * len(plans))(*(count for count, _ in counted))
