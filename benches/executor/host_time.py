@@ -81,8 +81,15 @@ class Calls(TorchFunctionMode):
 
 def tensors(plan):
     q, k = (len(plan.tokens(side, 0)) for side in (Side.Q, Side.K))
-    made = {name: torch.randn(rows, heads, DIM) for name, rows, heads in (("q", q, HEADS), ("k", k, KV_HEADS), ("v", k, KV_HEADS), ("d_o", q, HEADS))}
-    return made | {"o": torch.empty(q, HEADS, DIM), "lse": torch.empty(HEADS, q)} | {"d" + name: torch.empty_like(made[name]) for name in "qkv"}
+    made = {
+        name: torch.randn(rows, heads, DIM)
+        for name, rows, heads in (("q", q, HEADS), ("k", k, KV_HEADS), ("v", k, KV_HEADS), ("d_o", q, HEADS))
+    }
+    return (
+        made
+        | {"o": torch.empty(q, HEADS, DIM), "lse": torch.empty(HEADS, q)}
+        | {"d" + name: torch.empty_like(made[name]) for name in "qkv"}
+    )
 
 
 def quartile(run, count):
@@ -102,7 +109,10 @@ def measured(mesh, rounds, count):
     talk.agree = lambda first, end, number: [number] * (end - first)
     rank, every = Executor(talk, Still(office, 0), Nothing()), tensors(plan)
     of_forward = {name: every[name] for name in ("q", "k", "v", "o", "lse")}
-    for way, run in ((Direction.FORWARD, lambda: rank.forward(plan, **of_forward)), (Direction.BACKWARD, lambda: rank.backward(plan, **every))):
+    for way, run in (
+        (Direction.FORWARD, lambda: rank.forward(plan, **of_forward)),
+        (Direction.BACKWARD, lambda: rank.backward(plan, **every)),
+    ):
         for _ in range(3):
             run()
         with Calls() as of_torch:
@@ -122,13 +132,24 @@ def main():
     with unittest.mock.patch.object(packed, "tried", lambda *_: None):
         for name, mesh in MESHES.items():
             for way, ops, whole, of_torch in measured(mesh, *((1, 2) if of.quick else (4, 60))):
-                rows.append({"mesh": name, "direction": way.name.lower(), "operations": ops, "us": whole / ops, "pytorch_us": of_torch / ops})
+                rows.append(
+                    {
+                        "mesh": name,
+                        "direction": way.name.lower(),
+                        "operations": ops,
+                        "us": whole / ops,
+                        "pytorch_us": of_torch / ops,
+                    }
+                )
     if of.json:
         print(json.dumps(rows))
         return
     print("| mesh | direction | operations | µs an operation | PyTorch | beside |\n|---|---|---|---|---|---|")
     for row in rows:
-        print("| {mesh} | {direction} | {operations} | {us:.0f} | {pytorch_us:.0f} |".format(**row), f"{row['us'] - row['pytorch_us']:.0f} |")
+        print(
+            "| {mesh} | {direction} | {operations} | {us:.0f} | {pytorch_us:.0f} |".format(**row),
+            f"{row['us'] - row['pytorch_us']:.0f} |",
+        )
 
 
 if __name__ == "__main__":

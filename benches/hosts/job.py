@@ -139,7 +139,9 @@ def main() -> None:
     given = parser.parse_args()
     over = OverMpi() if given.engine == "mpi" else OverGloo()
     if over.each % given.ulysses or given.kv_heads % given.ulysses and given.ulysses % given.kv_heads:
-        sys.exit(f"--ulysses is {given.ulysses}, a divisor of the {over.each} ranks of a host is needed that divides --kv-heads or that they divide")
+        sys.exit(
+            f"--ulysses is {given.ulysses}, a divisor of the {over.each} ranks of a host is needed that divides --kv-heads or that they divide"
+        )
     queries = given.circulate == "queries"
 
     runs: dict[tuple[str, str], Callable[[], None]] = {}
@@ -169,9 +171,15 @@ def main() -> None:
             key = (direction.name.lower(), mask)
             runs[key] = lambda call=call, plan=plan, args=args: call(plan, **args)
             bound, every = (
-                crossing(plan, given.ulysses, over.each, direction, queries, mask == "causal", once) for once in (True, False)
+                crossing(plan, given.ulysses, over.each, direction, queries, mask == "causal", once)
+                for once in (True, False)
             )
-            cases[key] = {"rounds": [], "bound_bytes": bound, "row_bytes_by_rank": every, "workspace": plan.workspace(over.number, direction)}
+            cases[key] = {
+                "rounds": [],
+                "bound_bytes": bound,
+                "row_bytes_by_rank": every,
+                "workspace": plan.workspace(over.number, direction),
+            }
             results += [args[name] for name in written]
 
     for each in range(given.rounds + 1):  # the first prepares plans and connections

@@ -31,7 +31,13 @@ def job(rank: int, world: int, tokens: int, rounds: int) -> list[dict[str, Any]]
     cases = []
     for mesh, ulysses, ring, layout in (("ring", 1, world, "ZIGZAG"), ("ulysses", world, 1, "CONTIGUOUS")):
         context = Context(
-            heads=HEADS, kv_heads=HEADS, head_dim=HEAD_DIM, ulysses=ulysses, ring=ring, layout=cpattn.Layout[layout], timeout=600.0
+            heads=HEADS,
+            kv_heads=HEADS,
+            head_dim=HEAD_DIM,
+            ulysses=ulysses,
+            ring=ring,
+            layout=cpattn.Layout[layout],
+            timeout=600.0,
         )
         batch = context.batch([0, tokens])
         n = len(batch.tokens)
@@ -53,7 +59,9 @@ def job(rank: int, world: int, tokens: int, rounds: int) -> list[dict[str, Any]]
                 times.append(tap.phases(lambda: call(batch.plan, **tensors)))
                 assert all(torch.equal(tensors[name], x) for name, x in zip(outputs, want)), "a run has other bits"
             sent = sum(m.bytes for _, _, sends, _ in tap.batches for m in sends)
-            cases.append({"mesh": mesh, "direction": direction, "exchanges": len(tap.batches), "bytes": sent, "times": times})
+            cases.append(
+                {"mesh": mesh, "direction": direction, "exchanges": len(tap.batches), "bytes": sent, "times": times}
+            )
         dist.barrier()
         context.close()
     return cases

@@ -153,8 +153,11 @@ class Search:
         for folder in sorted(ordered(needed[0], self.root), key=lambda folder: -score[folder]):
             if not all(touches(self.root / folder, listed) for listed in needed):
                 continue
-            others = [listed for listed in self.tests
-                      if listed.needed and listed not in failed and touches(self.root / folder, listed)]
+            others = [
+                listed
+                for listed in self.tests
+                if listed.needed and listed not in failed and touches(self.root / folder, listed)
+            ]
             if self.all_pass(folder, needed) and self.all_pass(folder, others):
                 return {VARIABLE: str(self.root / folder)}, f"all that is needed passes with {folder}"
         why = "no folder was found with which all that is needed passes"

@@ -47,7 +47,9 @@ def bring(folder):
         source = located(variable)
         target = pathlib.Path(folder) / pathlib.PurePosixPath(inner).name
         if source is None or not source.is_file():
-            print(f"not taken along: {source or variable} is not there. {how} benches/peers/prepare DIR", file=sys.stderr)
+            print(
+                f"not taken along: {source or variable} is not there. {how} benches/peers/prepare DIR", file=sys.stderr
+            )
             continue
         target.parent.mkdir(parents=True, exist_ok=True)
         if source.suffix == ".whl":
@@ -65,16 +67,25 @@ def bring(folder):
 def missing(every):
     """The peers of `every` that cannot be timed with this interpreter: pairs of their names and a sentence."""
     if importlib.util.find_spec("torch") is None:
-        return [(list(every), f"there is no PyTorch in {sys.executable}; PYTHON names an interpreter with 2.11 or later")]
+        return [
+            (list(every), f"there is no PyTorch in {sys.executable}; PYTHON names an interpreter with 2.11 or later")
+        ]
     found, fa3 = [], ["fa3", "fa3-varlen"]
     for variable, names in (("CPATTN_FA3", fa3), ("CPATTN_FA3_CUDART", fa3), ("CPATTN_TRITON_TUTORIAL", ["triton"])):
         path = located(variable)
         if path is None or not path.is_file():
-            found.append((names, f"{path or variable} is not there. {FILES[variable][1]}, for `prepare` or this command"))
+            found.append(
+                (names, f"{path or variable} is not there. {FILES[variable][1]}, for `prepare` or this command")
+            )
         elif path.suffix == ".whl":
             found.append((names, f"{variable} names the wheel {path}: `prepare` unpacks it, this command does not"))
     if importlib.util.find_spec("triton") is None:
-        found.append((["triton"], f"there is no triton in {sys.executable}: PyTorch's wheel asks for it, or `pip install triton`"))
+        found.append(
+            (
+                ["triton"],
+                f"there is no triton in {sys.executable}: PyTorch's wheel asks for it, or `pip install triton`",
+            )
+        )
     return found
 
 

@@ -78,17 +78,25 @@ class Ours:
             starts.append(starts[-1] + n)
         unlimited = cpattn.UNLIMITED
         self.plan = cpattn.Plan(
-            starts, case.heads, case.head_dim, kv_heads=case.kv_heads, value_dim=case.value_dim,
+            starts,
+            case.heads,
+            case.head_dim,
+            kv_heads=case.kv_heads,
+            value_dim=case.value_dim,
             dtype=cpattn.Dtype[case.dtype.upper()],
-            window_left=unlimited if case.window is None else case.window - 1, window_right=0 if case.causal else unlimited,
+            window_left=unlimited if case.window is None else case.window - 1,
+            window_right=0 if case.causal else unlimited,
         )
         [self.rank] = cpattn.local_group(1, workers=threads)
         empty = lambda like: torch.full_like(like, math.nan)
         self.o, self.dq, self.dk, self.dv = empty(d_o), empty(q), empty(k), empty(v)
         self.lse = torch.full((case.heads, case.tokens), math.nan)
         self.forward = self.bound("forward", "ForwardArgs", dict(q=q, k=k, v=v, o=self.o, lse=self.lse))
-        self.backward = self.bound("backward", "BackwardArgs", dict(
-            q=q, k=k, v=v, o=self.o, lse=self.lse, d_o=d_o, dq=self.dq, dk=self.dk, dv=self.dv))
+        self.backward = self.bound(
+            "backward",
+            "BackwardArgs",
+            dict(q=q, k=k, v=v, o=self.o, lse=self.lse, d_o=d_o, dq=self.dq, dk=self.dk, dv=self.dv),
+        )
 
     def bound(self, name, kind, tensors):
         """The call alone, with its structs made before."""
@@ -171,8 +179,12 @@ def document_mask(torch, case):
 def sides(torch, case, threads):
     """What takes turns, by name, and the results of PyTorch with the rows of each that are comparable."""
     dtype = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}[case.dtype]
-    shapes = [(case.heads, case.head_dim), (case.kv_heads, case.head_dim),
-              (case.kv_heads, case.value_dim), (case.heads, case.value_dim)]
+    shapes = [
+        (case.heads, case.head_dim),
+        (case.kv_heads, case.head_dim),
+        (case.kv_heads, case.value_dim),
+        (case.heads, case.value_dim),
+    ]
     inputs = [rows(torch, case.layout, case.tokens, *shape, dtype) for shape in shapes]
     ours = Ours(torch, case, inputs, threads)
     calls, expected = {"ours": ours}, None
@@ -185,8 +197,11 @@ def sides(torch, case, threads):
         elif peer == "torch-masked":
             calls[peer] = Torch(torch, case, inputs, [(0, case.tokens)], document_mask(torch, case))
         elif peer == "ours-dense":
-            dense = Case(case.line.replace("mask=causal", "mask=full").replace(f"window={case.window}", "").replace(
-                f"lengths={case.tokens}", f"lengths={min(DENSE, case.tokens)}"))
+            dense = Case(
+                case.line.replace("mask=causal", "mask=full")
+                .replace(f"window={case.window}", "")
+                .replace(f"lengths={case.tokens}", f"lengths={min(DENSE, case.tokens)}")
+            )
             some = [rows(torch, case.layout, dense.tokens, *shape, dtype) for shape in shapes]
             calls[peer] = Ours(torch, dense, some, threads)
             calls[peer].scale = case.pairs / dense.pairs
@@ -237,7 +252,9 @@ def measure(torch, question):
         for direction, lists in times.items():
             # Who is second finds the cache as the first left it: they take turns at that too.
             for name in sorted(lists, reverse=turn % 2 == 1):
-                best = min((t for peer, other in lists.items() if peer not in ("ours", name) for t in other), default=None)
+                best = min(
+                    (t for peer, other in lists.items() if peer not in ("ours", name) for t in other), default=None
+                )
                 if best and lists[name] and name != "ours" and min(lists[name]) > 2 * best:
                     continue  # another form of the same peer is that much faster
                 if threads > 1:
@@ -261,8 +278,12 @@ def main():
             if question.get("about"):
                 import cpattn
 
-                answer = {"torch": torch.__version__, "torch_capability": held,
-                          "cpattn": cpattn.library_version(), "python": sys.version.split()[0]}
+                answer = {
+                    "torch": torch.__version__,
+                    "torch_capability": held,
+                    "cpattn": cpattn.library_version(),
+                    "python": sys.version.split()[0],
+                }
             else:
                 answer = measure(torch, question)
         except Exception as error:  # one case that fails is one row less, with its reason

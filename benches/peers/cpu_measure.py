@@ -56,22 +56,24 @@ def rows_of(case, answer, threads):
         # Of several forms of one peer the fastest counts.
         peer = min((name for name in lists if name != "ours"), key=lambda name: statistics.median(lists[name]))
         peer_s = statistics.median(lists[peer])
-        out.append({
-            "case": case.name,
-            "direction": direction,
-            "dtype": case.dtype,
-            "ours_s": ours_s,
-            "peer": peer,
-            "peer_s": peer_s,
-            "ratio": peer_s / ours_s,
-            "gflops": case.flops(direction) / ours_s / 1e9,
-            "tokens": case.tokens,
-            "isa": case.isa,
-            "ours_rounds_s": lists["ours"],
-            "peer_rounds_s": lists[peer],
-            "difference": max(answer["difference"].values()),
-            "bound": answer["bound"],
-        })
+        out.append(
+            {
+                "case": case.name,
+                "direction": direction,
+                "dtype": case.dtype,
+                "ours_s": ours_s,
+                "peer": peer,
+                "peer_s": peer_s,
+                "ratio": peer_s / ours_s,
+                "gflops": case.flops(direction) / ours_s / 1e9,
+                "tokens": case.tokens,
+                "isa": case.isa,
+                "ours_rounds_s": lists["ours"],
+                "peer_rounds_s": lists[peer],
+                "difference": max(answer["difference"].values()),
+                "bound": answer["bound"],
+            }
+        )
     return out
 
 
@@ -89,11 +91,20 @@ def table(rows):
     head = ("case", "direction", "ours ms", "GFLOP/s", "share", "of", "peer", "peer ms", "share", "ratio")
     lines = [head]
     for row in rows:
-        lines.append((
-            row["case"], row["direction"], report.seconds(row["ours_s"]), report.number(row["gflops"], 0),
-            report.number(row["ceiling_share"], 3), row["ceiling"], row["peer"], report.seconds(row["peer_s"]),
-            report.number(row["peer_ceiling_share"], 3), report.number(row["ratio"], 2),
-        ))
+        lines.append(
+            (
+                row["case"],
+                row["direction"],
+                report.seconds(row["ours_s"]),
+                report.number(row["gflops"], 0),
+                report.number(row["ceiling_share"], 3),
+                row["ceiling"],
+                row["peer"],
+                report.seconds(row["peer_s"]),
+                report.number(row["peer_ceiling_share"], 3),
+                report.number(row["ratio"], 2),
+            )
+        )
     return report.columns(lines, left=(0, 1, 5, 6))
 
 
@@ -149,9 +160,18 @@ def main():
         "machine": machine(),
         "system": f"{platform.system()} {platform.release()}",
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%MZ"),
-        "command": shlex.join(["benches/peers/run", "cpu", "--json", pathlib.Path(options.json).name,
-                               *(["--quick"] if options.quick else []), *(["--only", options.only] if options.only else []),
-                               "--threads", str(options.threads)]),
+        "command": shlex.join(
+            [
+                "benches/peers/run",
+                "cpu",
+                "--json",
+                pathlib.Path(options.json).name,
+                *(["--quick"] if options.quick else []),
+                *(["--only", options.only] if options.only else []),
+                "--threads",
+                str(options.threads),
+            ]
+        ),
         "threads": options.threads,
         "quick": options.quick,
     }
@@ -169,16 +189,24 @@ def main():
     # instruction sets for neither.
     free = {name: value for name, value in os.environ.items() if name not in {n for h in HELD.values() for n in h}}
     rounds, seconds, limit_s = QUICK if options.quick else EFFORT
-    servers = {isa: Server(sys.executable, str(HERE / "cpu.py"), env=free | threads | held(isa), limit_s=limit_s)
-               for isa in {case.isa for case in cases}}
+    servers = {
+        isa: Server(sys.executable, str(HERE / "cpu.py"), env=free | threads | held(isa), limit_s=limit_s)
+        for isa in {case.isa for case in cases}
+    }
     probe = Server(options.ceilings, "--serve")
     [*_, software] = [server.ask(json.dumps({"about": True})) for server in servers.values()]
     if "failed" in software:
         print(f"neither side can be loaded: {software['failed']}", file=sys.stderr)
         return 3
     ceilings, rows, wrong = {}, [], []
-    document = lambda: about | {"software": software, "ceilings": ceilings, "rows": [
-        shares(row, next(case for case in cases if case.name == row["case"]), ceilings) for row in rows]}
+    document = lambda: (
+        about
+        | {
+            "software": software,
+            "ceilings": ceilings,
+            "rows": [shares(row, next(case for case in cases if case.name == row["case"]), ceilings) for row in rows],
+        }
+    )
     for i, case in enumerate(cases):
         print(f"[{i + 1}/{len(cases)}] {case.name}", file=sys.stderr)
         ceilings = higher(ceilings, probe.ask(str(options.threads)))
@@ -200,12 +228,22 @@ def main():
     picture = report.plot(bars, f"{about['machine']}, {options.threads} threads, {about['date']}")
     (pathlib.Path(options.svg) if options.svg else pathlib.Path(options.json).with_suffix(".svg")).write_text(picture)
     print(table(whole["rows"]))
-    print("\nceilings: " + ", ".join(
-        f"{name} {value / 1e9:.0f} {'GB/s' if name == 'copy' else 'GFLOP/s'}" for name, value in ceilings.items() if value))
+    print(
+        "\nceilings: "
+        + ", ".join(
+            f"{name} {value / 1e9:.0f} {'GB/s' if name == 'copy' else 'GFLOP/s'}"
+            for name, value in ceilings.items()
+            if value
+        )
+    )
     for error in wrong:
         print(f"WRONG: {error}", file=sys.stderr)
     if options.keep and not wrong:
-        name = re.sub(r"[^a-z0-9]+", "-", f"cpu {about['machine']}".lower()).strip("-") + "-" + about["date"].replace(":", "")
+        name = (
+            re.sub(r"[^a-z0-9]+", "-", f"cpu {about['machine']}".lower()).strip("-")
+            + "-"
+            + about["date"].replace(":", "")
+        )
         folder = pathlib.Path(options.keep)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{name}.json").write_text(text)

@@ -19,7 +19,11 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 def digest():
     """Of all that the compiler reads."""
-    files = [path for path in (ROOT / "ptx").rglob("*") if path.suffix in (".cu", ".cuh", ".ptx") or path.name in ("compile", "requirements.txt")]
+    files = [
+        path
+        for path in (ROOT / "ptx").rglob("*")
+        if path.suffix in (".cu", ".cuh", ".ptx") or path.name in ("compile", "requirements.txt")
+    ]
     found = hashlib.sha256()
     for path in sorted(files):
         found.update(f"{path.relative_to(ROOT)} {path.stat().st_size}\n".encode() + path.read_bytes())
@@ -33,7 +37,9 @@ def make(name, switches, of):
         return made, stamp.read_text().partition("\n")[2]
     how = ["--with", ",".join(dict.fromkeys((*switches, *alternatives.APART_SETS)))] if switches else ["--cubin"]
     stamp.unlink(missing_ok=True)
-    done = subprocess.run([ROOT / "ptx/compile", *how, made], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    done = subprocess.run(
+        [ROOT / "ptx/compile", *how, made], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     if not made.is_dir() or not any(path.suffix in (".ptx", ".cubin") for path in made.iterdir()):
         return None, done.stdout
     # A spill costs time and no result: ptx/compile has written the texts.
@@ -50,11 +56,20 @@ def main(to=None):
     for name, switches in {alternatives.APART: alternatives.APART_SETS, **alternatives.ALL}.items():
         made, said = make(name, switches, of)
         if made is None:
-            print(f"not taken along: kernels of {name}, which ptx/compile does not make here:\n{said}", file=sys.stderr, flush=True)
+            print(
+                f"not taken along: kernels of {name}, which ptx/compile does not make here:\n{said}",
+                file=sys.stderr,
+                flush=True,
+            )
             continue
         if to:
             shutil.copytree(made, to / name)
-        print(f"{name}: {len(list(made.glob('*.*')))} kernels", *([f"with flaws:\n{said}"] if said else []), file=sys.stderr, flush=True)
+        print(
+            f"{name}: {len(list(made.glob('*.*')))} kernels",
+            *([f"with flaws:\n{said}"] if said else []),
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

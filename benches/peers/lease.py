@@ -38,10 +38,16 @@ LEFT_OUT = {
 """Tests that are not run here, and why. The record has them."""
 
 OF_SM_90A = (
-    "clusters::", "replaced::a_", "replaced::an_", "bench_cases::cases_that_ask_for_clusters_have_them",
-    "family::a_driver_that_refuses_", "family::families_follow_device_and_head_dims",
-    "family::the_other_forward_is_loaded_when_it_is_needed", "hopper_backward::a_driver_that_refuses_the_text_is_not_hidden",
-    "hopper_backward::the_family_follows_device_dims_and_tensors", "repeated::lists_and_maps_stay",
+    "clusters::",
+    "replaced::a_",
+    "replaced::an_",
+    "bench_cases::cases_that_ask_for_clusters_have_them",
+    "family::a_driver_that_refuses_",
+    "family::families_follow_device_and_head_dims",
+    "family::the_other_forward_is_loaded_when_it_is_needed",
+    "hopper_backward::a_driver_that_refuses_the_text_is_not_hidden",
+    "hopper_backward::the_family_follows_device_dims_and_tensors",
+    "repeated::lists_and_maps_stay",
     "slices::drawn_slices_in_clusters",
 )
 """How the names of tests of cuda_kernels begin that fail where CPATTN_CUDA_FAMILY turns the kernels for sm_90a off: that is
@@ -60,9 +66,14 @@ COUNTED = ("cudnn", "fa3", "flash")
 """Peers that Nsight Compute looks at too."""
 
 PROFILED = (
-    "forward-bf16-128-gqa64-causal-8k", "forward-bf16-128-gqa64-full-8k", "merge-bf16-128-gqa64-causal-8k",
-    "backward-bf16-128-gqa64-causal-8k", "backward-bf16-128-causal-8k", "packed-forward-bf16-128-gqa64-8k",
-    "forward-bf16-64-gqa-causal-8k", "pack-bf16-8",
+    "forward-bf16-128-gqa64-causal-8k",
+    "forward-bf16-128-gqa64-full-8k",
+    "merge-bf16-128-gqa64-causal-8k",
+    "backward-bf16-128-gqa64-causal-8k",
+    "backward-bf16-128-causal-8k",
+    "packed-forward-bf16-128-gqa64-8k",
+    "forward-bf16-64-gqa-causal-8k",
+    "pack-bf16-8",
 )
 """Cases that are profiled, in this order."""
 
@@ -161,7 +172,9 @@ def chosen(path, kernels):
         here = kernels / pathlib.Path(folder).name
         if here.is_dir():
             return variables | {alternatives.VARIABLE: str(here)}, ""
-        sys.exit(f"{path} says to use the kernels of {folder}, which is not there: bring it back, or move the record away")
+        sys.exit(
+            f"{path} says to use the kernels of {folder}, which is not there: bring it back, or move the record away"
+        )
     nothing = record["alternatives"]["variables"] is None
     return variables, f"in {path}, {record['alternatives']['why']}" if nothing else ""
 
@@ -179,7 +192,9 @@ def first(stage):
     """What runs today, the schedules with kernels of others; then what the machine is, what it refutes of ptx/HARDWARE.md, and whether
     everything computes right on it."""
     if not stage.options.ours_only and stage.has_torch("kernels of others"):
-        stage.json_of("kernels of others", stage.python(HERE / "others.py", *["--tiny"][: int(stage.tiny)]), 120, package(stage))
+        stage.json_of(
+            "kernels of others", stage.python(HERE / "others.py", *["--tiny"][: int(stage.tiny)]), 120, package(stage)
+        )
     stage.json_of("facts", stage.python(HERE / "machine.py", "facts"), 40)
     listed, others = of_hardware(tests(stage))
     hung = set()
@@ -219,10 +234,16 @@ def search(stage, listed, hung):
     of = alternatives.Search(stage, stage.options.kernels, listed, limit_s)
     variables, why = of.choose(failed)
     print(f"alternatives: {why}", flush=True)
-    stage.steps.keep(alternatives={
-        "failed": [entry.line for entry in failed], "items": {entry.line: entry.items for entry in failed}, "tried": of.tried(), "variables": variables, "why": why,
-        "folders": [name for name in alternatives.ALL if (stage.options.kernels / name).is_dir()],
-    })
+    stage.steps.keep(
+        alternatives={
+            "failed": [entry.line for entry in failed],
+            "items": {entry.line: entry.items for entry in failed},
+            "tried": of.tried(),
+            "variables": variables,
+            "why": why,
+            "folders": [name for name in alternatives.ALL if (stage.options.kernels / name).is_dir()],
+        }
+    )
     stage.use(variables)
     if variables and alternatives.VARIABLE in variables:
         hung.clear()
@@ -327,8 +348,18 @@ def second(stage):
     limit_s = max(stage.steps.left() - 25, 5)
     stage.steps.run(
         "benchmark",
-        stage.python(HERE / "measure.py", "--ours", stage.bin / "cuda", "--json", rows, "--limit-s", int(limit_s - 20),
-                     "--case-limit-s", 60, *more),
+        stage.python(
+            HERE / "measure.py",
+            "--ours",
+            stage.bin / "cuda",
+            "--json",
+            rows,
+            "--limit-s",
+            int(limit_s - 20),
+            "--case-limit-s",
+            60,
+            *more,
+        ),
         limit_s,
     )
     if rows.exists():
@@ -336,19 +367,31 @@ def second(stage):
 
 
 def lines_of(name):
-    return {line.split()[0]: line for line in (HERE / name).read_text().splitlines() if line and not line.startswith("#")}
+    return {
+        line.split()[0]: line for line in (HERE / name).read_text().splitlines() if line and not line.startswith("#")
+    }
 
 
-PLACES = ("/usr/local/cuda*/bin", "/opt/nvidia/nsight-compute/*", "/usr/local/cuda*/compute-sanitizer", "/usr/local/NVIDIA-Nsight-Compute*")
+PLACES = (
+    "/usr/local/cuda*/bin",
+    "/opt/nvidia/nsight-compute/*",
+    "/usr/local/cuda*/compute-sanitizer",
+    "/usr/local/NVIDIA-Nsight-Compute*",
+)
 """Where NVIDIA's tools are when they are not on the path."""
 
 
 def tool(stage, name, what):
     """The program `name`: as it was given, else where it usually is. None if it is not there, which is said: its steps are
     then no failures, but were not begun."""
-    found = shutil.which(name) or next((str(path) for place in PLACES for path in sorted(glob.glob(f"{place}/{name}"), reverse=True)), None)
+    found = shutil.which(name) or next(
+        (str(path) for place in PLACES for path in sorted(glob.glob(f"{place}/{name}"), reverse=True)), None
+    )
     if found is None:
-        print(f"no {what}: there is no {name} on the path nor in {', '.join(PLACES)}; --ncu and --sanitizer name one", flush=True)
+        print(
+            f"no {what}: there is no {name} on the path nor in {', '.join(PLACES)}; --ncu and --sanitizer name one",
+            flush=True,
+        )
         stage.steps.record["not_begun"].append(f"{what}: there is no {name}")
     return found
 
@@ -358,9 +401,11 @@ def third(stage):
     kept as text, the reports packed as far as there is room."""
     ncu = tool(stage, stage.options.ncu, "counters")
     sanitizer = tool(stage, stage.options.sanitizer, "compute-sanitizer")
-    cases = [(name, line) for name, line in lines_of("tiny.txt").items() if name in QUICK_CASES] if stage.tiny else [
-        (name, line) for name, line in lines_of("cases.txt").items() if name in PROFILED
-    ]
+    cases = (
+        [(name, line) for name, line in lines_of("tiny.txt").items() if name in QUICK_CASES]
+        if stage.tiny
+        else [(name, line) for name, line in lines_of("cases.txt").items() if name in PROFILED]
+    )
     cases.sort(key=lambda case: PROFILED.index(case[0]) if case[0] in PROFILED else 0)
     with tempfile.TemporaryDirectory() as folder:
         folder = pathlib.Path(folder)
@@ -395,12 +440,31 @@ def counters(stage, ncu, folder, name, whose, command, line, env=None):
     kernels = kernels_of(peers.Case(line)) if whose.startswith("ours") else "fmha|flash|attention|cudnn|device_kernel"
     done = stage.steps.run(
         f"counters {name} {whose}",
-        [ncu, "--clock-control", "none", "--set", "full", "--import-source", "no", "--kernel-name", f"regex:{kernels}",
-         "--launch-count", "4", "--force-overwrite", "--export", report, *command],
-        90, env, line + "\n",
+        [
+            ncu,
+            "--clock-control",
+            "none",
+            "--set",
+            "full",
+            "--import-source",
+            "no",
+            "--kernel-name",
+            f"regex:{kernels}",
+            "--launch-count",
+            "4",
+            "--force-overwrite",
+            "--export",
+            report,
+            *command,
+        ],
+        90,
+        env,
+        line + "\n",
     )
     if done and done["ok"]:
-        table = stage.steps.run(f"table {name} {whose}", [ncu, "--import", f"{report}.ncu-rep", "--page", "details", "--csv"], 30)
+        table = stage.steps.run(
+            f"table {name} {whose}", [ncu, "--import", f"{report}.ncu-rep", "--page", "details", "--csv"], 30
+        )
         if table and table["ok"]:
             report.with_name(report.name + ".csv").write_text(table["output"])
 

@@ -37,12 +37,18 @@ def query(fields):
 def facts():
     about = {"system": platform.platform(), "python": platform.python_version(), "device": query(ABOUT)}
     lscpu = said("lscpu") or ""
-    about["cpu"] = next((line.split(":", 1)[1].strip() for line in lscpu.splitlines() if line.startswith("Model name")), None)
+    about["cpu"] = next(
+        (line.split(":", 1)[1].strip() for line in lscpu.splitlines() if line.startswith("Model name")), None
+    )
     about["tools"] = {tool: shutil.which(tool) for tool in ("ncu", "compute-sanitizer", "nvcc", "cuobjdump")}
     try:
         import torch
 
-        about["torch"] = {"version": torch.__version__, "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
+        about["torch"] = {
+            "version": torch.__version__,
+            "cuda": torch.version.cuda,
+            "cudnn": torch.backends.cudnn.version(),
+        }
     except ImportError:
         about["torch"] = None
     return about
@@ -93,9 +99,18 @@ class Gauge:
     def __enter__(self):
         if shutil.which("nvidia-smi"):
             self.process = subprocess.Popen(
-                ["nvidia-smi", "-i", "0", f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader,nounits",
-                 "-lms", str(self.every_ms)],
-                stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+                [
+                    "nvidia-smi",
+                    "-i",
+                    "0",
+                    f"--query-gpu={','.join(FIELDS)}",
+                    "--format=csv,noheader,nounits",
+                    "-lms",
+                    str(self.every_ms),
+                ],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
             )
             self.reader = threading.Thread(target=self.read, daemon=True)
             self.reader.start()

@@ -44,7 +44,11 @@ class Server:
     def start(self):
         self.rest = b""
         self.process = subprocess.Popen(
-            self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=self.env, process_group=0,
+            self.command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=self.env,
+            process_group=0,
             preexec_fn=steps.with_parent,
         )
 
@@ -197,17 +201,30 @@ class Device:
                     failed[peer], times[peer] = answer["failed"], []
                 else:
                     times[peer].append(answer["peer_s"])
-        more = about | ({"device": answers[0]["device"]} if answers else {
-            "direction": "backward" if case.kind == "backward" else "forward", "dtype": case.dtype, "device": None,
-            "ours_failed": wrong,
-        })
-        return [report.merge(case.name, answers, peer, times.get(peer, []), failed.get(peer), more) for peer in names or [None]]
+        more = about | (
+            {"device": answers[0]["device"]}
+            if answers
+            else {
+                "direction": "backward" if case.kind == "backward" else "forward",
+                "dtype": case.dtype,
+                "device": None,
+                "ours_failed": wrong,
+            }
+        )
+        return [
+            report.merge(case.name, answers, peer, times.get(peer, []), failed.get(peer), more)
+            for peer in names or [None]
+        ]
 
 
 def answers(ours):
     """Whether a fresh program of ours computes right on the device, in a case that needs no attention kernel."""
-    process = subprocess.Popen([ours, "--tiny", "--only", "tiny-pack-"], stdout=subprocess.DEVNULL, process_group=0,
-                               preexec_fn=steps.with_parent)
+    process = subprocess.Popen(
+        [ours, "--tiny", "--only", "tiny-pack-"],
+        stdout=subprocess.DEVNULL,
+        process_group=0,
+        preexec_fn=steps.with_parent,
+    )
     try:
         return process.wait(30) == 0
     except subprocess.TimeoutExpired:
@@ -257,8 +274,12 @@ def probed(limit_s=60.0):
     """The versions of what is compared with, or a sentence that says why there is nothing."""
     try:
         done = subprocess.run(
-            [sys.executable, str(HERE / "peers.py"), "--probe"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            timeout=limit_s, preexec_fn=steps.with_parent,
+            [sys.executable, str(HERE / "peers.py"), "--probe"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=limit_s,
+            preexec_fn=steps.with_parent,
         )
     except subprocess.TimeoutExpired:
         return None, f"PyTorch did not come up within {limit_s:.0f} s"
@@ -295,10 +316,12 @@ def main():
     limit_s = options.case_limit_s
     command = (options.ours, "--serve", "--warmup", counts[0], "--repeats", counts[1])
     ours = Server(*command, limit_s=limit_s)
-    forms = {name: Server(*command, env={**os.environ, variable: value}, limit_s=limit_s)
-             for name, (variable, value, _) in FORMS.items()
-             # Where the kernels for sm_90a are turned off, as by a device that refutes them, they are not measured either.
-             if os.environ.get("CPATTN_CUDA_FAMILY") != "sm_80" or name == "ours-sm80"}
+    forms = {
+        name: Server(*command, env={**os.environ, variable: value}, limit_s=limit_s)
+        for name, (variable, value, _) in FORMS.items()
+        # Where the kernels for sm_90a are turned off, as by a device that refutes them, they are not measured either.
+        if os.environ.get("CPATTN_CUDA_FAMILY") != "sm_80" or name == "ours-sm80"
+    }
     others = None if options.ours_only else Others(sys.executable, str(HERE / "peers.py"), *counts, limit_s=limit_s)
     device = Device(ours, others, lambda: answers(options.ours), limit_s, forms)
     lines = (HERE / ("tiny.txt" if options.tiny else "cases.txt")).read_text().splitlines()

@@ -42,7 +42,10 @@ BOUND = {torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9, torch.float32: 1e-4}
 
 def inputs(device, dtype, ends, head_dim):
     random = torch.Generator().manual_seed(1)
-    q, k, v, d_o = (torch.randn(ends[-1], n, head_dim, generator=random).to(device, dtype) for n in (HEADS, KV_HEADS, KV_HEADS, HEADS))
+    q, k, v, d_o = (
+        torch.randn(ends[-1], n, head_dim, generator=random).to(device, dtype)
+        for n in (HEADS, KV_HEADS, KV_HEADS, HEADS)
+    )
     return [x.requires_grad_() for x in (q, k, v)], d_o
 
 
@@ -52,7 +55,10 @@ def documents(ends):
 
 def by_sdpa(ends):
     def attend(q, k, v):
-        parts = [sdpa(*(x[a:b].transpose(0, 1)[None] for x in (q, k, v)), is_causal=True, enable_gqa=True)[0] for a, b in documents(ends)]
+        parts = [
+            sdpa(*(x[a:b].transpose(0, 1)[None] for x in (q, k, v)), is_causal=True, enable_gqa=True)[0]
+            for a, b in documents(ends)
+        ]
         return torch.cat(parts, 1).transpose(0, 1)
 
     return attend
@@ -62,9 +68,13 @@ def by_flex(ends, device):
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     document = torch.bucketize(torch.arange(ends[-1], device=device), torch.tensor(ends[1:], device=device), right=True)
-    mask = create_block_mask(lambda b, h, i, j: (document[i] == document[j]) & (i >= j), None, None, ends[-1], ends[-1], device=device)
+    mask = create_block_mask(
+        lambda b, h, i, j: (document[i] == document[j]) & (i >= j), None, None, ends[-1], ends[-1], device=device
+    )
     compiled = torch.compile(flex_attention)
-    return lambda q, k, v: compiled(*(x.transpose(0, 1)[None] for x in (q, k, v)), block_mask=mask, enable_gqa=True)[0].transpose(0, 1)
+    return lambda q, k, v: compiled(*(x.transpose(0, 1)[None] for x in (q, k, v)), block_mask=mask, enable_gqa=True)[
+        0
+    ].transpose(0, 1)
 
 
 def step(attend, leaves, d_o):
@@ -114,7 +124,9 @@ def timed(run, device):
 def case(name, kernel, device, dtype, ends, head_dim, rounds):
     """A row: errors, and times beside PyTorch alone."""
     leaves, d_o = inputs(device, dtype, ends, head_dim)
-    context = cpattn.torch.Context(heads=HEADS, kv_heads=KV_HEADS, head_dim=head_dim, dtype=dtype, device=device, kernels=kernel)
+    context = cpattn.torch.Context(
+        heads=HEADS, kv_heads=KV_HEADS, head_dim=head_dim, dtype=dtype, device=device, kernels=kernel
+    )
     try:
         sides = {"ours": context.batch(list(ends)).attention, "sdpa": by_sdpa(ends)}
         if name == "flex" and device.type != "cpu":
@@ -138,7 +150,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="few tokens, one round")
-    parser.add_argument("--limit-s", type=float, default=110.0, help="no case begins after it, nor one that needs more than is left")
+    parser.add_argument(
+        "--limit-s", type=float, default=110.0, help="no case begins after it, nor one that needs more than is left"
+    )
     of = parser.parse_args()
     device, until = torch.device(of.device), time.monotonic() + of.limit_s
     on_cpu = device.type == "cpu"

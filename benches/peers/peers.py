@@ -32,7 +32,15 @@ import types
 from brought import located
 
 PEERS = (
-    "cudnn", "flash", "flash-deterministic", "varlen", "varlen-deterministic", "cudnn-varlen", "fa3", "fa3-varlen", "triton",
+    "cudnn",
+    "flash",
+    "flash-deterministic",
+    "varlen",
+    "varlen-deterministic",
+    "cudnn-varlen",
+    "fa3",
+    "fa3-varlen",
+    "triton",
     "copy",
 )
 
@@ -271,12 +279,16 @@ def main(arguments):
         print(f"{missing}; nothing to compare with", file=sys.stderr)
         return 3
     if "--probe" in arguments:
-        print(json.dumps({
-            "device": torch.cuda.get_device_name(0),
-            "torch": torch.__version__,
-            "cuda": torch.version.cuda,
-            "cudnn": torch.backends.cudnn.version(),
-        }))
+        print(
+            json.dumps(
+                {
+                    "device": torch.cuda.get_device_name(0),
+                    "torch": torch.__version__,
+                    "cuda": torch.version.cuda,
+                    "cudnn": torch.backends.cudnn.version(),
+                }
+            )
+        )
         return 0
     numbers = [int(x) for x in arguments if x.isdigit()]
     return serve(torch, *(numbers if len(numbers) == 2 else (5, 30)))

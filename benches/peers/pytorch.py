@@ -26,7 +26,9 @@ except ImportError as error:
 
 HERE = pathlib.Path(__file__).resolve().parent
 # In the repository, and in a folder that `prepare` made.
-EXAMPLES = next(p for p in (HERE / "bin/capi/repository/examples/python", HERE.parents[1] / "examples/python") if p.exists())
+EXAMPLES = next(
+    p for p in (HERE / "bin/capi/repository/examples/python", HERE.parents[1] / "examples/python") if p.exists()
+)
 sys.path.insert(0, str(EXAMPLES))
 
 import cpattn.torch
@@ -42,7 +44,9 @@ class Here(train.Parallel):
     """The example over a process group that is there already."""
 
     def __init__(self, **options):
-        self.context = cpattn.torch.Context(heads=train.HEADS, kv_heads=train.KV_HEADS, head_dim=train.HEAD_DIM, **options)
+        self.context = cpattn.torch.Context(
+            heads=train.HEADS, kv_heads=train.KV_HEADS, head_dim=train.HEAD_DIM, **options
+        )
 
 
 def losses(device, communicator):
@@ -99,7 +103,15 @@ def beside_dense(device, communicator):
     for dtype in HALF:
         for dim in (64, 128, 256) if device == "cuda" else (64,):
             q, k, v, d_o = inputs(device, dtype, dim)
-            context = cpattn.torch.Context(heads=8, kv_heads=2, head_dim=dim, dtype=dtype, device=device, kernels="cpattn", communicator=communicator)
+            context = cpattn.torch.Context(
+                heads=8,
+                kv_heads=2,
+                head_dim=dim,
+                dtype=dtype,
+                device=device,
+                kernels="cpattn",
+                communicator=communicator,
+            )
             o = context.batch(DOCUMENTS).attention(q, k, v)
             exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
             want = dense(*exact)
@@ -113,7 +125,15 @@ def beside_dense(device, communicator):
 
 def graph(device, communicator):
     q, k, v, d_o = inputs(device, torch.bfloat16, 128)
-    context = cpattn.torch.Context(heads=8, kv_heads=2, head_dim=128, dtype=torch.bfloat16, device=device, kernels="cpattn", communicator=communicator)
+    context = cpattn.torch.Context(
+        heads=8,
+        kv_heads=2,
+        head_dim=128,
+        dtype=torch.bfloat16,
+        device=device,
+        kernels="cpattn",
+        communicator=communicator,
+    )
     batch = context.batch(DOCUMENTS)
 
     def both():
@@ -147,13 +167,19 @@ CHECKS = {"dense": beside_dense, "losses": losses, "threads": of_threads, "graph
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--only", choices=sorted(CHECKS), action="append", help="this check; may be given more than once")
-    parser.add_argument("--communicator", choices=["own", "torch"], help="this one alone, of the two that there are on CUDA")
+    parser.add_argument(
+        "--only", choices=sorted(CHECKS), action="append", help="this check; may be given more than once"
+    )
+    parser.add_argument(
+        "--communicator", choices=["own", "torch"], help="this one alone, of the two that there are on CUDA"
+    )
     given = parser.parse_args()
     device = given.device
     on_cuda = device == "cuda"
     if given.communicator and not on_cuda:
-        parser.error(f"--communicator is {given.communicator}, and --device {device}: only CUDA tensors are sent over NCCL")
+        parser.error(
+            f"--communicator is {given.communicator}, and --device {device}: only CUDA tensors are sent over NCCL"
+        )
     if on_cuda and not torch.cuda.is_available():
         sys.exit("PyTorch finds no CUDA device")
     failed = []

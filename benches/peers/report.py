@@ -64,7 +64,9 @@ def merge(case, ours, peer, peer_times, failed=None, about=None):
 
 def share(row, ceilings):
     """Which of the ceilings of `machine.py` bounds a row, and the part of it that ours reaches."""
-    name, rate = ("copy_tb_per_s", row["tb_per_s"]) if row["tb_per_s"] is not None else ("matmul_bf16_tflops", row["tflops"])
+    name, rate = (
+        ("copy_tb_per_s", row["tb_per_s"]) if row["tb_per_s"] is not None else ("matmul_bf16_tflops", row["tflops"])
+    )
     best = (ceilings or {}).get(name)
     if best is None or rate is None:
         return {"ceiling": None, "ceiling_value": None, "ceiling_share": None}
@@ -83,7 +85,9 @@ def columns(lines, left):
     """Lines of cells, one under another; those of the columns `left` begin at the same place, others end there."""
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     return "\n".join(
-        "  ".join(cell.ljust(w) if i in left else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths))).rstrip()
+        "  ".join(
+            cell.ljust(w) if i in left else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths))
+        ).rstrip()
         for line in lines
     )
 
@@ -93,16 +97,18 @@ def table(rows):
     head = ("case", "dtype", "ours ms", "TFLOP/s", "TB/s", "peer", "peer ms", "ratio")
     lines = [head]
     for row in rows:
-        lines.append((
-            row["case"],
-            row["dtype"],
-            seconds(row["ours_s"]) if "ours_failed" not in row else "failed",
-            number(row["tflops"], 1),
-            number(row["tb_per_s"], 3),
-            row["peer"] or "-",
-            seconds(row["peer_s"]) if "failed" not in row else "refused",
-            number(row["ratio"], 3),
-        ))
+        lines.append(
+            (
+                row["case"],
+                row["dtype"],
+                seconds(row["ours_s"]) if "ours_failed" not in row else "failed",
+                number(row["tflops"], 1),
+                number(row["tb_per_s"], 3),
+                row["peer"] or "-",
+                seconds(row["peer_s"]) if "failed" not in row else "refused",
+                number(row["ratio"], 3),
+            )
+        )
     refused = [f"{row['case']}, {row['peer']}: {row['failed']}" for row in rows if "failed" in row]
     return "\n".join([columns(lines, left=(0, 1, 5))] + ([""] + refused if refused else []))
 
@@ -137,12 +143,14 @@ def plot(rows, title):
         out.append(f'<text x="{label}" y="{top}">nothing was compared</text>')
         y += 20
     size = f'width="{max(label + width + 60, x)}" height="{y + 20}"'
-    return "\n".join([
-        f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="12">',
-        '<rect width="100%" height="100%" fill="#ffffff"/>',
-        f'<text x="12" y="22" font-size="14">{escape(title)}</text>',
-        '<text x="12" y="47">peer time / our time: longer is better for us</text>',
-        *out,
-        "</svg>",
-        "",
-    ])
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="12">',
+            '<rect width="100%" height="100%" fill="#ffffff"/>',
+            f'<text x="12" y="22" font-size="14">{escape(title)}</text>',
+            '<text x="12" y="47">peer time / our time: longer is better for us</text>',
+            *out,
+            "</svg>",
+            "",
+        ]
+    )

@@ -181,7 +181,7 @@ class Output:
         missing = self.total - self.logged
         if missing > 0:
             room = min(missing, max(LOG_BYTES - self.log.stat().st_size, 0) // 2)
-            end = self.tail[max(len(self.tail) - room, 0):]
+            end = self.tail[max(len(self.tail) - room, 0) :]
             self.write(f"\n[{missing - len(end)} bytes left out]\n".encode() + end)
 
     def text(self):
@@ -189,7 +189,7 @@ class Output:
         if missing > 0:
             whole = bytes(self.head) + f"\n[{missing} bytes left out]\n".encode() + self.tail
         else:
-            whole = bytes(self.head) + self.tail[len(self.tail) - (self.total - len(self.head)):]
+            whole = bytes(self.head) + self.tail[len(self.tail) - (self.total - len(self.head)) :]
         return whole.decode(errors="replace")
 
 
@@ -251,8 +251,13 @@ class Steps:
                 given.write((stdin or "").encode())
                 given.seek(0)
                 process = subprocess.Popen(
-                    step["command"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, process_group=0, stdin=given,
-                    env={**os.environ, **env}, preexec_fn=with_parent,
+                    step["command"],
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    process_group=0,
+                    stdin=given,
+                    env={**os.environ, **env},
+                    preexec_fn=with_parent,
                 )
             step |= self.wait(process, limit_s, output)
         except OSError as error:

@@ -50,7 +50,9 @@ class Page(unittest.TestCase):
             path = root / file if "/" in file else next((root / "ptx").glob(f"*/{file}"))
             for name in re.findall(r"`([^`]+)`", names):
                 self.assertTrue(re.search(rf"\b{name.rpartition('::')[2]}\b", path.read_text()), f"{name} in {file}")
-        table = "".join(path.read_text() for path in (root / "tools/cuda-emulator/tests/instructions/table").glob("*.rs"))
+        table = "".join(
+            path.read_text() for path in (root / "tools/cuda-emulator/tests/instructions/table").glob("*.rs")
+        )
         for group in re.findall(r"conformance ((?:`[^`]+`(?: and\s+)?)+)", self.page):
             for name in re.findall(r"`([a-z ]+)`", group):
                 self.assertIn(name, table)
@@ -80,24 +82,29 @@ class Page(unittest.TestCase):
             self.assertLessEqual(set(names), listed)
 
     def test_the_items_of_each_switch_are_those_that_name_it(self):
-        items = {int(number): text for number, text in
-                 re.findall(r"^### (\d+)\. (.*?)(?=^##)", self.page, re.M | re.S)}
+        items = {int(number): text for number, text in re.findall(r"^### (\d+)\. (.*?)(?=^##)", self.page, re.M | re.S)}
         items |= {int(number): text for number, text in re.findall(r"^\| (\d+) \|(.*)$", self.page, re.M)}
         self.assertEqual(sorted(items), list(range(1, len(items) + 1)))
         for switch, known in alternatives.SWITCHES.items():
             self.assertEqual(known, tuple(sorted(n for n, text in items.items() if f"`{switch}`" in text)), switch)
-        cubins = tuple(sorted(n for n, text in items.items() if re.search(r"\bbuilt: .*\bcubins\b|^built: cubins", text)))
+        cubins = tuple(
+            sorted(n for n, text in items.items() if re.search(r"\bbuilt: .*\bcubins\b|^built: cubins", text))
+        )
         self.assertEqual(alternatives.CUBIN_ITEMS, cubins)
 
     def test_instructions_are_those_of_the_kernels(self):
         """Those without switches, as `ptx/compile --check` counts them, here and in ptx/DESIGN.md."""
         lines = (PAGE.parent / "loops.txt").read_text()
-        counts = {(kind, shape): int(n) for kind, shape, n in re.findall(r"^hopper_(\w+)_bf16_(\d+): (\d+) ", lines, re.M)}
+        counts = {
+            (kind, shape): int(n) for kind, shape, n in re.findall(r"^hopper_(\w+)_bf16_(\d+): (\d+) ", lines, re.M)
+        }
         shapes = "64", "128", "192128", "256"
         expected = {kind: [counts[kind, shape] for shape in shapes] for kind in ("backward", "forward")}
         said = [[int(n) for n in row.split(", ")] for row in re.findall(r"\(without: ([\d, ]+)\)", self.page)]
         self.assertEqual(said, [expected["backward"], expected["forward"]])
-        text = re.search(r"^## The backward for `sm_90a`\n(.*?)^### ", (PAGE.parent / "DESIGN.md").read_text(), re.M | re.S)[1]
+        text = re.search(
+            r"^## The backward for `sm_90a`\n(.*?)^### ", (PAGE.parent / "DESIGN.md").read_text(), re.M | re.S
+        )[1]
         for count in expected["backward"]:
             self.assertRegex(text, rf"\b{count}( instructions|,)")
 
@@ -115,8 +122,13 @@ class Compile(test_lease.Folder):
     """`ptx/compile` where it needs no compiler."""
 
     def refused(self, *words):
-        done = subprocess.run([PAGE.parent / "compile", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                              env=os.environ | {"CUDA_HOME": "/nowhere"})
+        done = subprocess.run(
+            [PAGE.parent / "compile", *words],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"CUDA_HOME": "/nowhere"},
+        )
         self.assertEqual((done.returncode, done.stdout), (2, ""))
         return done.stderr
 
@@ -144,11 +156,16 @@ class Compile(test_lease.Folder):
             kernels.main()
             self.assertEqual({path.name for path in self.folder.iterdir()}, {"other", "made"})
             kernels.main(self.folder / "to")
-        self.assertEqual({path.name for path in (self.folder / "to").iterdir()}, {*alternatives.ALL, alternatives.APART})
+        self.assertEqual(
+            {path.name for path in (self.folder / "to").iterdir()}, {*alternatives.ALL, alternatives.APART}
+        )
 
     def test_what_is_no_switch_is_refused(self):
         for name in "WHOLE_PANEL", "CUDA_KERNELS", ".", "PAUSE,RED":
-            self.assertIn(f"{name.rpartition(',')[2]} is no switch of the sources", self.refused("--with", name, self.folder / "new"))
+            self.assertIn(
+                f"{name.rpartition(',')[2]} is no switch of the sources",
+                self.refused("--with", name, self.folder / "new"),
+            )
         self.assertFalse((self.folder / "new").exists())
 
 
@@ -167,13 +184,22 @@ class Choice(test_lease.Folder):
         tests = {}
         for listed in first:
             good = "|".join(passing[listed.line]) or "-"
-            command = ["bash", "-c", f"case ${{{alternatives.VARIABLE}##*/}} in {good}) ;; {'|'.join(slow) or '-'}) sleep 300 ;; *) exit 1 ;; esac"]
+            command = [
+                "bash",
+                "-c",
+                f"case ${{{alternatives.VARIABLE}##*/}} in {good}) ;; {'|'.join(slow) or '-'}) sleep 300 ;; *) exit 1 ;; esac",
+            ]
             tests[listed] = lease.Test(listed.line, "group", command)
         found = alternatives.Search(stage, self.folder, tests, **limits)
         variables, why = found.choose([listed for listed in first if listed.line in failed])
         if variables:
             variables = {name: pathlib.Path(value).name for name, value in variables.items()}
-        return variables, why, found.tried(), [step["name"].rpartition(" with ")[2] for step in stage.steps.record["steps"]]
+        return (
+            variables,
+            why,
+            found.tried(),
+            [step["name"].rpartition(" with ")[2] for step in stage.steps.record["steps"]],
+        )
 
     def test_those_of_the_item_come_first_and_the_first_that_passes_is_taken(self):
         folders = dict.fromkeys(["FENCES", "PAUSE", "WHOLE_PANELS"], [KERNEL])
@@ -190,8 +216,14 @@ class Choice(test_lease.Folder):
     def test_a_folder_has_to_pass_all(self):
         both = "+".join(alternatives.SETS[2])
         other, third = "hopper_backward_shared::groups", "hopper_walks::bf16_64"
-        folders = dict.fromkeys(["WHOLE_PANELS", "NO_EMPTY_BOXES", "WAIT_ALL", both], [KERNEL, "hopper_forward_bf16_64.ptx"])
-        passing = {BACKWARD: ["WHOLE_PANELS", "WAIT_ALL", both], other: ["NO_EMPTY_BOXES", "WAIT_ALL", both], third: ["WAIT_ALL"]}
+        folders = dict.fromkeys(
+            ["WHOLE_PANELS", "NO_EMPTY_BOXES", "WAIT_ALL", both], [KERNEL, "hopper_forward_bf16_64.ptx"]
+        )
+        passing = {
+            BACKWARD: ["WHOLE_PANELS", "WAIT_ALL", both],
+            other: ["NO_EMPTY_BOXES", "WAIT_ALL", both],
+            third: ["WAIT_ALL"],
+        }
         # The third has passed with the library's own kernels, and does not with the set.
         variables, _, tried, _ = self.search(folders, passing, [BACKWARD, other])
         self.assertEqual(variables, {alternatives.VARIABLE: "WAIT_ALL"})
@@ -202,8 +234,9 @@ class Choice(test_lease.Folder):
         folders = {"WHOLE_PANELS": [KERNEL]}
         for failed, expected in ([BACKWARD], {"CPATTN_CUDA_FAMILY": "sm_80"}), ([OWN, BACKWARD], None):
             with self.subTest(failed=failed):
-                variables, why, tried, _ = self.search(folders if not (self.folder / "WHOLE_PANELS").exists() else {},
-                                                       {BACKWARD: [], OWN: []}, failed)
+                variables, why, tried, _ = self.search(
+                    folders if not (self.folder / "WHOLE_PANELS").exists() else {}, {BACKWARD: [], OWN: []}, failed
+                )
                 self.assertEqual((variables, tried), (expected, {BACKWARD: {"passes": [], "fails": ["WHOLE_PANELS"]}}))
                 self.assertEqual("sm_80 fail too" in why, expected is None)
 
@@ -213,14 +246,25 @@ class Choice(test_lease.Folder):
         self.assertIn("benches/peers/prepare makes them", why)
 
     def test_kernels_that_are_off_change_nothing_for_the_others(self):
-        variables, _, tried, _ = self.search({"RELEASE": ["hopper_cluster_bf16_128.ptx"]}, {CLUSTERS: ["RELEASE"]}, [CLUSTERS])
+        variables, _, tried, _ = self.search(
+            {"RELEASE": ["hopper_cluster_bf16_128.ptx"]}, {CLUSTERS: ["RELEASE"]}, [CLUSTERS]
+        )
         self.assertEqual((variables, tried), ({}, {CLUSTERS: {"passes": ["RELEASE"], "fails": []}}))
 
     def test_one_that_hangs_has_its_limit_and_all_have_theirs(self):
         folders = dict.fromkeys(["WHOLE_PANELS", "FENCES", "PAUSE", "WAIT_ALL"], [KERNEL])
-        with unittest.mock.patch.object(alternatives, "LEAST_S", 0.5), unittest.mock.patch.object(steps.Steps.run, "__defaults__", (None, None, 0.0)):
-            variables, _, tried, order = self.search(folders, {BACKWARD: ["WAIT_ALL"]}, [BACKWARD], slow=["WHOLE_PANELS", "FENCES", "PAUSE"],
-                                                     limit_s=1.0, budget_s=2.2)
+        with (
+            unittest.mock.patch.object(alternatives, "LEAST_S", 0.5),
+            unittest.mock.patch.object(steps.Steps.run, "__defaults__", (None, None, 0.0)),
+        ):
+            variables, _, tried, order = self.search(
+                folders,
+                {BACKWARD: ["WAIT_ALL"]},
+                [BACKWARD],
+                slow=["WHOLE_PANELS", "FENCES", "PAUSE"],
+                limit_s=1.0,
+                budget_s=2.2,
+            )
         self.assertEqual((variables, order), ({"CPATTN_CUDA_FAMILY": "sm_80"}, ["WHOLE_PANELS", "FENCES"]))
         self.assertEqual(tried[BACKWARD]["fails"], order)
 
@@ -241,7 +285,9 @@ class Stages(test_lease.Lease):
         done, record = self.broken("WHOLE_PANELS")
         chosen = {"CPATTN_CUDA_KERNELS": str(self.folder / "kernels/WHOLE_PANELS")}
         found = record["alternatives"]
-        self.assertEqual((found["failed"], found["variables"], found["folders"]), ([BACKWARD], chosen, ["WHOLE_PANELS"]))
+        self.assertEqual(
+            (found["failed"], found["variables"], found["folders"]), ([BACKWARD], chosen, ["WHOLE_PANELS"])
+        )
         self.assertEqual(found["items"], {BACKWARD: [2]})
         self.assertIn(f"{BACKWARD} is the first to need items 2 of HARDWARE.md", done.stdout)
         self.assertIn(f"from here on: CPATTN_CUDA_KERNELS={chosen['CPATTN_CUDA_KERNELS']}", done.stdout)
@@ -281,10 +327,20 @@ class Stages(test_lease.Lease):
         """Where stage 1 was ended before its search, and where nothing helped."""
         _, record = self.broken("none")
         path = self.folder / "out/lease-1.json"
-        for found, expected in (None, f"ended before it looked for others, and {BACKWARD} failed"), ({"variables": None, "why": "all fail"}, "all fail"):
-            path.write_text(json.dumps({name: value for name, value in record.items() if name != "alternatives"} | ({"alternatives": found} if found else {})))
+        for found, expected in (
+            (None, f"ended before it looked for others, and {BACKWARD} failed"),
+            ({"variables": None, "why": "all fail"}, "all fail"),
+        ):
+            path.write_text(
+                json.dumps(
+                    {name: value for name, value in record.items() if name != "alternatives"}
+                    | ({"alternatives": found} if found else {})
+                )
+            )
             variables, said = lease.chosen(path, self.folder)
-            self.assertEqual((variables, said.startswith(f"in {path}, "), said.endswith(expected)), ({}, True, True), said)
+            self.assertEqual(
+                (variables, said.startswith(f"in {path}, "), said.endswith(expected)), ({}, True, True), said
+            )
 
     def test_where_all_pass_nothing_is_tried(self):
         done, record = self.call("1", cuda_kernels=self.LISTING)

@@ -32,8 +32,14 @@ class BothSides(unittest.TestCase):
     def test_agree_on_every_case(self):
         lines = [x for x in (HERE / "cpu_cases.txt").read_text().splitlines() if x and not x.startswith("#")]
         questions = [{"case": small(line), "threads": 1, "rounds": 1, "seconds": 0} for line in lines]
-        answers = subprocess.run([sys.executable, HERE / "cpu.py"], input="\n".join(map(json.dumps, questions)),
-                                 stdout=subprocess.PIPE, check=True, text=True, timeout=300).stdout.splitlines()
+        answers = subprocess.run(
+            [sys.executable, HERE / "cpu.py"],
+            input="\n".join(map(json.dumps, questions)),
+            stdout=subprocess.PIPE,
+            check=True,
+            text=True,
+            timeout=300,
+        ).stdout.splitlines()
         self.assertEqual(len(answers), len(lines))
         for question, answer in zip(questions, map(json.loads, answers)):
             case = cpu.Case(question["case"])

@@ -67,8 +67,10 @@ class Steps(Folder):
         of.run("missing", ["/nowhere/program"], 20)
         of.run("good", ["sh", "-c", "cat"], 20, stdin="given")
         record = self.record("stage")
-        self.assertEqual([(s["name"], s["status"], s["ok"]) for s in record["steps"]],
-                         [("bad", 3, False), ("missing", None, False), ("good", 0, True)])
+        self.assertEqual(
+            [(s["name"], s["status"], s["ok"]) for s in record["steps"]],
+            [("bad", 3, False), ("missing", None, False), ("good", 0, True)],
+        )
         self.assertEqual([s["tail"] for s in record["steps"]], ["seen\n", "", "given"])
         self.assertIn("==== bad: status 3", (self.folder / "out/stage.log").read_text())
         self.assertEqual(of.failed(), ["bad", "missing"])
@@ -76,7 +78,9 @@ class Steps(Folder):
     def test_a_step_that_hangs_is_ended_with_what_it_started(self):
         of, pids = self.steps(), self.folder / "pids"
         began = time.monotonic()
-        done = of.run("hangs", ["bash", "-c", f"trap '' TERM; sleep 300 & echo $$ $! > {pids}; wait; sleep 300"], 1, least_s=0)
+        done = of.run(
+            "hangs", ["bash", "-c", f"trap '' TERM; sleep 300 & echo $$ $! > {pids}; wait; sleep 300"], 1, least_s=0
+        )
         self.assertLess(time.monotonic() - began, 30)
         self.assertTrue(done["timed_out"])
         self.assertIn("limit of 1 s", done["why"])
@@ -90,7 +94,12 @@ class Steps(Folder):
     def test_a_step_that_is_ended_keeps_what_it_has_told(self):
         of = self.steps()
         stage = unittest.mock.Mock(steps=of)
-        lease.Stage.json_of(stage, "many rows", ["bash", "-c", """echo '{"rows": [1]}'; echo '{"rows": [1, 2]}'; printf '{"rows": [1, 2'; kill -9 $$"""], 20)
+        lease.Stage.json_of(
+            stage,
+            "many rows",
+            ["bash", "-c", """echo '{"rows": [1]}'; echo '{"rows": [1, 2]}'; printf '{"rows": [1, 2'; kill -9 $$"""],
+            20,
+        )
         self.assertEqual((of.failed(), self.record("stage")["many_rows"]), (["many rows"], {"rows": [1, 2]}))
 
     def test_what_has_no_time_is_named(self):
@@ -100,7 +109,10 @@ class Steps(Folder):
         self.assertIn("late", of.summary())
 
     def test_a_failure_says_why(self):
-        of, panic = self.steps(), "running 1 test\nthread 'one' (7) panicked at tests/run.rs:204:9:\ndq: RMS error 1 over 0\nnote: run with"
+        of, panic = (
+            self.steps(),
+            "running 1 test\nthread 'one' (7) panicked at tests/run.rs:204:9:\ndq: RMS error 1 over 0\nnote: run with",
+        )
         for name, says in ("test", panic), ("program", "first\nno driver\n\n"), ("silent", ""):
             of.run(name, ["sh", "-c", 'printf %s "$1"; exit 1', "sh", says], 20)
         of.run("good", ["echo", "panicked at x:\nnothing"], 20)
@@ -109,7 +121,11 @@ class Steps(Folder):
         of.record["not_begun"] = [f"step {i}" for i in range(7)]
         of.keep(given_up="the device is gone")
         said = of.summary()
-        for line in ("FAILED test: status 1: dq: RMS error 1 over 0", "given up: the device is gone", "7 steps not begun: step 0, step 1"):
+        for line in (
+            "FAILED test: status 1: dq: RMS error 1 over 0",
+            "given up: the device is gone",
+            "7 steps not begun: step 0, step 1",
+        ):
             self.assertIn(f"\n  {line}", said)
         self.assertTrue(said.endswith(f"and 2 more, see {self.folder}/out/stage.json"), said)
 
@@ -117,7 +133,10 @@ class Steps(Folder):
         of = self.steps()
         of.run("before", ["true"], 20)
         full = OSError(28, "No space left on device")
-        with unittest.mock.patch.object(pathlib.Path, "write_text", side_effect=full), unittest.mock.patch.object(pathlib.Path, "open", side_effect=full):
+        with (
+            unittest.mock.patch.object(pathlib.Path, "write_text", side_effect=full),
+            unittest.mock.patch.object(pathlib.Path, "open", side_effect=full),
+        ):
             self.assertTrue(of.run("full", ["echo", "said"], 20)["ok"])
             self.assertIn("stage.json lacks what came after this: [Errno 28]", of.summary())
         self.assertEqual([step["name"] for step in self.record("stage")["steps"]], ["before"])
@@ -129,20 +148,37 @@ class Steps(Folder):
         of, pids = self.steps(), self.folder / "pids"
         pids.write_text("")
         # So many have written who they are.
-        away = f"(setsid bash -c 'echo $$ >> {pids}; sleep 300' &); until [ $(wc -l < {pids}) = %d ]; do sleep 0.02; done"
+        away = (
+            f"(setsid bash -c 'echo $$ >> {pids}; sleep 300' &); until [ $(wc -l < {pids}) = %d ]; do sleep 0.02; done"
+        )
         of.run("leaves", ["bash", "-c", away % 1], 20)
         of.run("hangs", ["bash", "-c", f"{away % 2}; sleep 300"], 2, least_s=0)
         self.assertEqual((len(pids.read_text().split()), any_runs(pids.read_text().split())), (2, False))
 
     def test_a_benchmark_at_its_limit_leaves_no_server_and_its_plot(self):
         pids, of = self.folder / "pids", self.steps()
-        ours = program(self.folder / "ours", f"""while read -r line; do case $line in *128-full*)
-            echo $$ > {pids}; trap '' TERM; while :; do sleep 1; done ;; *) echo '{json.dumps(ANSWER)}' ;; esac; done""")
-        command = [sys.executable, HERE / "measure.py", "--tiny", "--ours-only", "--ours", ours, "--json", self.folder / "rows.json"]
+        ours = program(
+            self.folder / "ours",
+            f"""while read -r line; do case $line in *128-full*)
+            echo $$ > {pids}; trap '' TERM; while :; do sleep 1; done ;; *) echo '{json.dumps(ANSWER)}' ;; esac; done""",
+        )
+        command = [
+            sys.executable,
+            HERE / "measure.py",
+            "--tiny",
+            "--ours-only",
+            "--ours",
+            ours,
+            "--json",
+            self.folder / "rows.json",
+        ]
         done = of.run("benchmark", command, 2, least_s=0)
         self.assertEqual((done["timed_out"], done["status"]), (True, 143))
         self.assertFalse(any_runs(pids.read_text().split()))
-        self.assertEqual([row["case"] for row in json.loads((self.folder / "rows.json").read_text())], ["tiny-forward-bf16-64-causal"])
+        self.assertEqual(
+            [row["case"] for row in json.loads((self.folder / "rows.json").read_text())],
+            ["tiny-forward-bf16-64-causal"],
+        )
         self.assertTrue((self.folder / "rows.svg").exists())
         self.assertIn("ended by SIGTERM", done["output"])
 
@@ -159,7 +195,11 @@ class Steps(Folder):
 
     def test_the_end_of_much_output_is_kept(self):
         of = self.steps()
-        done = of.run("much", ["sh", "-c", "echo first; head -c 13000000 /dev/zero | tr '\\0' '\\377'; echo panicked >&2; exit 1"], 20)
+        done = of.run(
+            "much",
+            ["sh", "-c", "echo first; head -c 13000000 /dev/zero | tr '\\0' '\\377'; echo panicked >&2; exit 1"],
+            20,
+        )
         self.assertTrue(done["tail"].endswith("panicked\n"))
         self.assertTrue(done["output"].startswith("first\n") and "bytes left out" in done["output"])
         text = (self.folder / "out/stage.log").read_bytes()
@@ -177,7 +217,15 @@ class Steps(Folder):
             self.assertTrue(output.text() == given.decode(), size)
 
 
-ANSWER = {"ours_s": 1.0, "direction": "forward", "dtype": "bf16", "tflops": 1.0, "tb_per_s": None, "error": 0.1, "device": "none"}
+ANSWER = {
+    "ours_s": 1.0,
+    "direction": "forward",
+    "dtype": "bf16",
+    "tflops": 1.0,
+    "tb_per_s": None,
+    "error": 0.1,
+    "device": "none",
+}
 
 
 class Servers(Folder):
@@ -214,19 +262,34 @@ class Servers(Folder):
         for name in ("measure.py", "machine.py", "report.py", "steps.py", "brought.py"):
             (home / name).write_text((HERE / name).read_text())
         # Beside the real one, so that a case is read by the same words.
-        (home / "peers.py").write_text((HERE / "peers.py").read_text().replace(
-            "def main(arguments):", "def main(arguments):\n"
-            "    for line in ['{}'] if '--probe' in arguments else sys.stdin:\n"
-            "        print('{}' if line == '{}' else '{\"peer_s\": 2.0}', flush=True)\n"
-            "    return 0\n"
-        ))
+        (home / "peers.py").write_text(
+            (HERE / "peers.py")
+            .read_text()
+            .replace(
+                "def main(arguments):",
+                "def main(arguments):\n"
+                "    for line in ['{}'] if '--probe' in arguments else sys.stdin:\n"
+                "        print('{}' if line == '{}' else '{\"peer_s\": 2.0}', flush=True)\n"
+                "    return 0\n",
+            )
+        )
         words = "kind=forward dtype=bf16 heads=1/1 dims=64/64 mask=causal lengths=8 peers=flash"
         lines = [f"{name} {words}" if " " not in name else name for name in names]
         (home / "cases.txt").write_text("".join(f"{line}\n" for line in lines))
         done = subprocess.run(
-            [sys.executable, home / "measure.py", "--ours", ours, "--json", self.folder / "rows.json",
-             "--case-limit-s", str(limit_s)],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            [
+                sys.executable,
+                home / "measure.py",
+                "--ours",
+                ours,
+                "--json",
+                self.folder / "rows.json",
+                "--case-limit-s",
+                str(limit_s),
+            ],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         self.assertNotIn("Traceback", done.stderr)
         rows = json.loads((self.folder / "rows.json").read_text())
@@ -235,42 +298,89 @@ class Servers(Folder):
     def test_without_pytorch_ours_are_timed_and_the_rows_say_why_alone(self):
         ours = program(self.folder / "ours", f"while read -r line; do echo '{json.dumps(ANSWER)}'; done")
         done = subprocess.run(
-            [sys.executable, "-S", HERE / "measure.py", "--ours", ours, "--json", self.folder / "rows.json", "--tiny",
-             "--ceilings", '{"matmul_bf16_tflops": 4.0}'],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            [
+                sys.executable,
+                "-S",
+                HERE / "measure.py",
+                "--ours",
+                ours,
+                "--json",
+                self.folder / "rows.json",
+                "--tiny",
+                "--ceilings",
+                '{"matmul_bf16_tflops": 4.0}',
+            ],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         rows = json.loads((self.folder / "rows.json").read_text())
-        self.assertEqual((done.returncode, {row["case"] for row in rows}), (0, set(lease.lines_of("tiny.txt"))), done.stderr)
+        self.assertEqual(
+            (done.returncode, {row["case"] for row in rows}), (0, set(lease.lines_of("tiny.txt"))), done.stderr
+        )
         self.assertEqual({(row["ours_s"], row["ceiling_share"]) for row in rows}, {(1.0, 0.25)})
         self.assertTrue(all("there is no PyTorch" in row["no_peers"] for row in rows))
-        self.assertIn("there is no PyTorch in this Python; nothing to compare with: our kernels alone are timed", done.stderr)
+        self.assertIn(
+            "there is no PyTorch in this Python; nothing to compare with: our kernels alone are timed", done.stderr
+        )
 
     def test_rows_that_cannot_be_written_end_no_measurement(self):
         ours = program(self.folder / "ours", f"while read -r line; do echo '{json.dumps(ANSWER)}'; done")
 
         def measured(file):
-            command = [sys.executable, HERE / "measure.py", "--ours", ours, "--json", self.folder / file, "--tiny", "--ours-only"]
+            command = [
+                sys.executable,
+                HERE / "measure.py",
+                "--ours",
+                ours,
+                "--json",
+                self.folder / file,
+                "--tiny",
+                "--ours-only",
+            ]
             return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
         for what in "cpu", "gpu", "conformance":
-            done = subprocess.run([HERE / "run", what, "--json", self.folder / "nowhere/rows.json"], stderr=subprocess.PIPE, text=True)
+            done = subprocess.run(
+                [HERE / "run", what, "--json", self.folder / "nowhere/rows.json"], stderr=subprocess.PIPE, text=True
+            )
             self.assertEqual((done.returncode, "whose folder is not there" in done.stderr), (2, True), done.stderr)
         (self.folder / "rows.json").mkdir()
         done = measured("rows.json")
-        self.assertEqual((done.returncode, done.stderr.count("not written: ")), (1, len(lease.lines_of("tiny.txt")) + 1))
+        self.assertEqual(
+            (done.returncode, done.stderr.count("not written: ")), (1, len(lease.lines_of("tiny.txt")) + 1)
+        )
         self.assertIn("tiny-unpack-bf16", done.stdout)
 
     def test_forms_are_forced_by_the_environment(self):
-        answer = json.dumps(ANSWER | {"family": "F", "clusters": "C"}).replace('"F"', '"\'${CPATTN_CUDA_FAMILY:-sm_90a}\'"')
+        answer = json.dumps(ANSWER | {"family": "F", "clusters": "C"}).replace(
+            '"F"', "\"'${CPATTN_CUDA_FAMILY:-sm_90a}'\""
+        )
         answer = answer.replace('"C"', "'$clusters'")
         asked = '[ "$CPATTN_CUDA_CLUSTER" = 1 ] && clusters=true || clusters=false'
         ours = program(self.folder / "ours", f"{asked}; while read -r line; do echo '{answer}'; done")
         subprocess.run(
-            [sys.executable, HERE / "measure.py", "--ours", ours, "--json", self.folder / "rows.json", "--ours-only",
-             "--only", "forward-bf16-(128-gqa64-causal-8k|96-)"],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"CPATTN_CUDA_FAMILY": "", "CPATTN_CUDA_CLUSTER": ""}, check=True,
+            [
+                sys.executable,
+                HERE / "measure.py",
+                "--ours",
+                ours,
+                "--json",
+                self.folder / "rows.json",
+                "--ours-only",
+                "--only",
+                "forward-bf16-(128-gqa64-causal-8k|96-)",
+            ],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"CPATTN_CUDA_FAMILY": "", "CPATTN_CUDA_CLUSTER": ""},
+            check=True,
         )
-        found = [(row["case"].split("-")[2], row["peer"], row["peer_s"]) for row in json.loads((self.folder / "rows.json").read_text())]
+        found = [
+            (row["case"].split("-")[2], row["peer"], row["peer_s"])
+            for row in json.loads((self.folder / "rows.json").read_text())
+        ]
         self.assertLessEqual({("128", "ours-sm80", 1.0), ("128", "ours-clusters", 1.0)}, set(found))
         self.assertLessEqual({("96", "ours-sm80", 1.0), ("96", "ours-sm90a", 1.0)}, set(found))
 
@@ -282,7 +392,9 @@ class Servers(Folder):
     def test_cases_that_end_the_program_cost_themselves_only(self):
         done, cases = self.measured(["a", "dies-1", "dies-2", "dies-3", "b"])
         self.assertEqual(done.returncode, 1)
-        self.assertEqual(cases, {"a": (1.0, 2.0), **dict.fromkeys(["dies-1", "dies-2", "dies-3"], (None, 2.0)), "b": (1.0, 2.0)})
+        self.assertEqual(
+            cases, {"a": (1.0, 2.0), **dict.fromkeys(["dies-1", "dies-2", "dies-3"], (None, 2.0)), "b": (1.0, 2.0)}
+        )
         self.assertIn("WRONG: dies-2: the program ended with status 7", done.stderr)
 
     def test_a_program_whose_context_is_spoiled_is_started_anew(self):
@@ -304,8 +416,13 @@ class Servers(Folder):
 
     def test_flash_attention_3_has_a_process_of_its_own(self):
         asked = measure.Others("cat", limit_s=1.0)
-        asked.servers = {name: type("Named", (), {"ask": lambda self, line, limit_s, name=name: (name, line)})() for name in ("", "fa3")}
-        self.assertEqual([asked.ask(f"{peer} x")[0] for peer in ("flash", "fa3", "fa3-varlen", "varlen")], ["", "fa3", "fa3", ""])
+        asked.servers = {
+            name: type("Named", (), {"ask": lambda self, line, limit_s, name=name: (name, line)})()
+            for name in ("", "fa3")
+        }
+        self.assertEqual(
+            [asked.ask(f"{peer} x")[0] for peer in ("flash", "fa3", "fa3-varlen", "varlen")], ["", "fa3", "fa3", ""]
+        )
 
 
 class Lease(Folder):
@@ -315,7 +432,7 @@ class Lease(Folder):
         listing = 'if [ "$1" = --list ]; then printf "%s: test\\n" one two three; exit; fi'
         programs = {
             "cuda": f"case $* in *--serve*) while read -r l; do echo '{json.dumps(ANSWER)}'; done ;; "
-                    '*--jit*) echo \'{"device": "none", "seconds": {}}\' ;; esac',
+            '*--jit*) echo \'{"device": "none", "seconds": {}}\' ;; esac',
             "conformance": 'echo "{}" > "$2"',
             **{name: listing for name in lease.TESTS},
             "c_program": "exit 0",
@@ -325,11 +442,27 @@ class Lease(Folder):
             program(self.folder / "bin" / name, body)
         tool = str(self.folder / "bin/tool")
         self.process = subprocess.Popen(
-            [HERE / "lease", stage, self.folder / "out", *["--ours-only"][: int(ours_only)], "--tiny", "--ncu", tool,
-             "--sanitizer", tool, *more],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env={**os.environ, "CPATTN_PEERS_BIN": str(self.folder / "bin"),
-                 "CPATTN_PEERS_KERNELS": str(self.folder / "kernels"), "PYTHON": str(python)},
+            [
+                HERE / "lease",
+                stage,
+                self.folder / "out",
+                *["--ours-only"][: int(ours_only)],
+                "--tiny",
+                "--ncu",
+                tool,
+                "--sanitizer",
+                tool,
+                *more,
+            ],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={
+                **os.environ,
+                "CPATTN_PEERS_BIN": str(self.folder / "bin"),
+                "CPATTN_PEERS_KERNELS": str(self.folder / "kernels"),
+                "PYTHON": str(python),
+            },
         )
 
     def call(self, stage, *more, **bodies):
@@ -358,10 +491,12 @@ class Lease(Folder):
 
     def test_what_hardware_may_refute_comes_first(self):
         listing = 'if [ "$1" = --list ]; then printf "%s: test\\n" hopper_walks::bf16_128 runs_repeat; exit; fi'
-        _, record = self.call("1", cuda_kernels=f"{listing}\necho \"$2 $CPATTN_CUDA_FAMILY.\"")
+        _, record = self.call("1", cuda_kernels=f'{listing}\necho "$2 $CPATTN_CUDA_FAMILY."')
         said = [(step["name"], step["tail"]) for step in record["steps"]]
-        listed = [("cuda_kernels CPATTN_CUDA_FAMILY=sm_80 runs_repeat", "runs_repeat sm_80.\n"),
-                  ("cuda_kernels hopper_walks::bf16_128", "hopper_walks::bf16_128 .\n")]
+        listed = [
+            ("cuda_kernels CPATTN_CUDA_FAMILY=sm_80 runs_repeat", "runs_repeat sm_80.\n"),
+            ("cuda_kernels hopper_walks::bf16_128", "hopper_walks::bf16_128 .\n"),
+        ]
         self.assertEqual([said[0][0], *said[1:3], said[3][0]], ["facts", *listed, "conformance"])
         self.assertIn(("cuda_kernels runs_repeat", "runs_repeat .\n"), said[3:])
         self.assertEqual(len([name for name, _ in said if "bf16_128" in name]), 1)
@@ -378,9 +513,13 @@ class Lease(Folder):
         tests = [lease.Test(f"hopper {i}", "hopper", ["sleep", "300"] if i < 3 else ["true"]) for i in range(4)]
         began = time.monotonic()
         with unittest.mock.patch.object(of, "run", functools.partial(of.run, least_s=0)):
-            lease.run_tests(Stage(of), [*tests, lease.Test("other", "other", ["sh", "-c", "test $CPATTN_REQUIRE_CUDA = 1"])], 2, 0.5)
+            lease.run_tests(
+                Stage(of), [*tests, lease.Test("other", "other", ["sh", "-c", "test $CPATTN_REQUIRE_CUDA = 1"])], 2, 0.5
+            )
         found = [(step["name"], step["ok"]) for step in of.record["steps"]]
-        self.assertEqual(found, [("hopper 0", False), ("other", True), ("hopper 1", False), ("hopper 2", False), ("hopper 3", True)])
+        self.assertEqual(
+            found, [("hopper 0", False), ("other", True), ("hopper 1", False), ("hopper 2", False), ("hopper 3", True)]
+        )
         # One whole limit and two short ones.
         self.assertLess(time.monotonic() - began, 5.0)
 
@@ -438,7 +577,9 @@ class Lease(Folder):
                 self.assertRegex(done.stdout, r"FAILED ceilings: status 1: .*there is no PyTorch in this Python")
                 self.assertIn("FAILED kernels of others: status 1: not run: a stand-in", done.stdout)
                 for communicator in "own", "torch":
-                    self.assertIn(f"FAILED PyTorch, communicator {communicator}: status 1: not run: a stand-in", done.stdout)
+                    self.assertIn(
+                        f"FAILED PyTorch, communicator {communicator}: status 1: not run: a stand-in", done.stdout
+                    )
         # Stage 2, whose PyTorch does not come up, times ours and has tried the ceilings.
         record = self.record("lease-2")
         self.assertEqual(record["ceilings"], {"failed": "there is no PyTorch in this Python"})
@@ -471,7 +612,9 @@ class Lease(Folder):
         # The stand-in is named before; the last name counts.
         done, record = self.call("3", "--ncu", "ncu-of-nobody")
         names = [step["name"] for step in record["steps"]]
-        self.assertEqual((done.returncode, len(names), record["not_begun"]), (1, 4, ["counters: there is no ncu-of-nobody"]))
+        self.assertEqual(
+            (done.returncode, len(names), record["not_begun"]), (1, 4, ["counters: there is no ncu-of-nobody"])
+        )
         self.assertIn("no counters: there is no ncu-of-nobody on the path", done.stdout)
 
     def test_a_stage_leaves_at_most_eight_files(self):
@@ -500,8 +643,11 @@ class Lease(Folder):
 
     def test_a_test_left_out_is_recorded_with_its_reason_and_not_run(self):
         name = "ranks_over_nccl"
-        _, record = self.call("1", capi_cuda=f'if [ "$1" = --list ]; then printf "%s: test\\n" {name} other; exit; fi\n'
-                                             '[ -n "$CPATTN_ROOT" ] && [ -n "$CPATTN_CUDA_PREFIX" ]')
+        _, record = self.call(
+            "1",
+            capi_cuda=f'if [ "$1" = --list ]; then printf "%s: test\\n" {name} other; exit; fi\n'
+            '[ -n "$CPATTN_ROOT" ] && [ -n "$CPATTN_CUDA_PREFIX" ]',
+        )
         steps = {step["name"]: step["ok"] for step in record["steps"] if step["name"].startswith("capi_cuda")}
         self.assertEqual(steps, {"capi_cuda other": True})
         self.assertIn("libnccl", record["left_out"][f"capi_cuda {name}"])

@@ -17,11 +17,19 @@ THERE = importlib.util.find_spec("torch") is not None and importlib.util.find_sp
 @unittest.skipUnless(THERE, "PyTorch or cpattn is not installed")
 class Others(unittest.TestCase):
     def test_on_the_cpu(self):
-        done = subprocess.run([sys.executable, HERE / "others.py", "--device", "cpu", "--tiny"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                              text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        done = subprocess.run(
+            [sys.executable, HERE / "others.py", "--device", "cpu", "--tiny"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
         self.assertEqual(done.returncode, 0, done.stdout)
         found = json.loads(done.stdout.splitlines()[-1])
-        self.assertEqual([(row["kernel"], row["dtype"]) for row in found["rows"]], [("torch", "torch.bfloat16"), ("torch", "torch.float32")])
+        self.assertEqual(
+            [(row["kernel"], row["dtype"]) for row in found["rows"]],
+            [("torch", "torch.bfloat16"), ("torch", "torch.float32")],
+        )
         for row in found["rows"]:
             self.assertTrue(row["ok"] and row["ours_s"] > 0 and row["sdpa_s"] > 0, row)
             self.assertEqual(set(row["errors"]), {"o", "dq", "dk", "dv"})
@@ -30,7 +38,10 @@ class Others(unittest.TestCase):
         self.assertNotIn("running", found)
         # What is left of a run that is ended during a case.
         told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")][:-1]
-        self.assertEqual([(len(each["rows"]), each["running"]) for each in told], [(0, "torch torch.bfloat16 64"), (1, "torch torch.float32 64")])
+        self.assertEqual(
+            [(len(each["rows"]), each["running"]) for each in told],
+            [(0, "torch torch.bfloat16 64"), (1, "torch torch.float32 64")],
+        )
         self.assertEqual([row["dtype"] for row in told[1]["rows"]], ["torch.bfloat16"])
 
     def test_wrong_results_are_found(self):

@@ -26,9 +26,7 @@ import measure
 import peers
 import report
 
-LINE = (
-    "synthetic-{0} kind={0} dtype=bf16 heads=2/1 dims=64/64 mask=causal lengths=8*2,3 peers={1}"
-)
+LINE = "synthetic-{0} kind={0} dtype=bf16 heads=2/1 dims=64/64 mask=causal lengths=8*2,3 peers={1}"
 
 
 class Scripted:
@@ -43,8 +41,15 @@ class Scripted:
 
 
 def ours(seconds, **more):
-    return {"ours_s": seconds, "direction": "forward", "dtype": "bf16", "tflops": 6.0 / seconds, "tb_per_s": None,
-            "error": 0.25, "device": "synthetic"} | more
+    return {
+        "ours_s": seconds,
+        "direction": "forward",
+        "dtype": "bf16",
+        "tflops": 6.0 / seconds,
+        "tb_per_s": None,
+        "error": 0.25,
+        "device": "synthetic",
+    } | more
 
 
 def one(line, mine, theirs, rounds, about):
@@ -100,8 +105,12 @@ class Rows(unittest.TestCase):
     def test_a_wrong_result_of_ours_has_no_time_and_the_peers_have_theirs(self):
         mine, theirs = Scripted([ours(2.0), {"failed": "o is wrong"}]), Scripted([{"peer_s": 3.0}] * 3)
         [row] = one(LINE.format("backward", "flash"), mine, theirs, 3, {})
-        self.assertEqual((row["ours_s"], row["peer_s"], row["ratio"], row["ours_failed"]), (None, 3.0, None, "o is wrong"))
-        self.assertEqual((row["direction"], row["dtype"], len(mine.asked), len(theirs.asked)), ("backward", "bf16", 2, 3))
+        self.assertEqual(
+            (row["ours_s"], row["peer_s"], row["ratio"], row["ours_failed"]), (None, 3.0, None, "o is wrong")
+        )
+        self.assertEqual(
+            (row["direction"], row["dtype"], len(mine.asked), len(theirs.asked)), ("backward", "bf16", 2, 3)
+        )
         self.assertIn(" failed ", report.table([row]))
         self.assertIn("nothing was compared", report.plot([row], "title"))
 
@@ -144,13 +153,18 @@ class Share(unittest.TestCase):
 
     def test_rows_are_a_part_of_the_ceiling_that_bounds_them(self):
         attention = {"tflops": 600.0, "tb_per_s": None}
-        self.assertEqual(report.share(attention, self.CEILINGS),
-                         {"ceiling": "matmul_bf16_tflops", "ceiling_value": 800.0, "ceiling_share": 0.75})
+        self.assertEqual(
+            report.share(attention, self.CEILINGS),
+            {"ceiling": "matmul_bf16_tflops", "ceiling_value": 800.0, "ceiling_share": 0.75},
+        )
         self.assertEqual(report.share({"tflops": None, "tb_per_s": 1.0}, self.CEILINGS)["ceiling_share"], 0.25)
 
     def test_what_was_not_measured_has_no_share(self):
-        for row, ceilings in (({"tflops": 6.0, "tb_per_s": None}, {"failed": "no PyTorch"}), ({"tflops": 6.0, "tb_per_s": None}, None),
-                              ({"tflops": None, "tb_per_s": None}, self.CEILINGS)):
+        for row, ceilings in (
+            ({"tflops": 6.0, "tb_per_s": None}, {"failed": "no PyTorch"}),
+            ({"tflops": 6.0, "tb_per_s": None}, None),
+            ({"tflops": None, "tb_per_s": None}, self.CEILINGS),
+        ):
             self.assertEqual(report.share(row, ceilings)["ceiling_share"], None)
 
 
@@ -165,8 +179,12 @@ class Brought(unittest.TestCase):
             (self.folder / name).write_text((HERE / name).read_text())
 
     def bring(self, **variables):
-        done = subprocess.run([sys.executable, self.folder / "brought.py", self.folder / "out"], stderr=subprocess.PIPE,
-                              env={"PATH": os.environ["PATH"]} | variables, text=True)
+        done = subprocess.run(
+            [sys.executable, self.folder / "brought.py", self.folder / "out"],
+            stderr=subprocess.PIPE,
+            env={"PATH": os.environ["PATH"]} | variables,
+            text=True,
+        )
         out = self.folder / "out"
         made = {path.name: path.read_text() for path in out.iterdir()} if out.exists() else {}
         return done, made
@@ -201,14 +219,20 @@ class Brought(unittest.TestCase):
         (home / "programs").write_text('#!/usr/bin/env bash\nmkdir -p "$1"; cp "$(type -P true)" "$1/cuda"\n')
         (home / "programs").chmod(0o755)
         # Of the compiler, which cannot make one of the folders.
-        (self.folder / "ptx/compile").write_text('#!/usr/bin/env bash\n[ "${2%%,*}" != PAUSE ] || { echo no; exit 1; }\n'
-                                                 'to=${!#}; mkdir -p "$to"; echo "$2" > "$to/one.ptx"; [ "${2%%,*}" != RED_V4 ] || exit 1\n')
+        (self.folder / "ptx/compile").write_text(
+            '#!/usr/bin/env bash\n[ "${2%%,*}" != PAUSE ] || { echo no; exit 1; }\n'
+            'to=${!#}; mkdir -p "$to"; echo "$2" > "$to/one.ptx"; [ "${2%%,*}" != RED_V4 ] || exit 1\n'
+        )
         (self.folder / "ptx/compile").chmod(0o755)
         tutorial = self.folder / "tutorial.py"
         tutorial.write_text("kernel")
         environment = {"PATH": os.environ["PATH"], "PYTHON": sys.executable}
-        done = subprocess.run([home / "prepare", to], stderr=subprocess.PIPE, text=True,
-                              env=environment | {"CPATTN_TRITON_TUTORIAL": str(tutorial)})
+        done = subprocess.run(
+            [home / "prepare", to],
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment | {"CPATTN_TRITON_TUTORIAL": str(tutorial)},
+        )
         self.assertEqual(done.returncode, 0, done.stderr)
         self.assertIn("not taken along: CPATTN_FA3 is not there", done.stderr)
         for _ in range(2):
@@ -218,8 +242,14 @@ class Brought(unittest.TestCase):
         self.assertTrue((to / "HARDWARE.md").exists())
         made = {path.parent.name: path.read_text().strip() for path in to.glob("kernels/*/one.ptx")}
         sets = alternatives.APART_SETS
-        self.assertEqual(made, {name: ",".join(dict.fromkeys((*of, *sets))) if of else str(self.folder / "target/kernels/cubins")
-                                for name, of in {alternatives.APART: sets, **alternatives.ALL}.items() if name != "PAUSE"})
+        self.assertEqual(
+            made,
+            {
+                name: ",".join(dict.fromkeys((*of, *sets))) if of else str(self.folder / "target/kernels/cubins")
+                for name, of in {alternatives.APART: sets, **alternatives.ALL}.items()
+                if name != "PAUSE"
+            },
+        )
         self.assertIn("not taken along: kernels of PAUSE, which ptx/compile does not make here:\nno", done.stderr)
         self.assertEqual([path.name for path in to.glob("unpacked")], [])
         # Every file of ours that is imported over there has come along.
@@ -233,8 +263,13 @@ class Brought(unittest.TestCase):
         for name in ("torch", "triton"):
             (self.folder / name).mkdir(exist_ok=True)
         code = "import brought, json; print(json.dumps(brought.missing(['cudnn', 'fa3'])))"
-        done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=self.folder,
-                              env={"PATH": os.environ["PATH"]} | variables)
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=self.folder,
+            env={"PATH": os.environ["PATH"]} | variables,
+        )
         return json.loads(done.stdout)
 
     def test_what_is_missing_and_how_to_get_it(self):
@@ -298,7 +333,9 @@ class Cases(unittest.TestCase):
                     self.assertTrue(all("varlen" in peer or peer in measure.FORMS for peer in case.peers), case.name)
 
     def test_packs_are_long_tailed(self):
-        packs = [peers.Case(line) for line in (HERE / "cases.txt").read_text().splitlines() if line.startswith("packed")]
+        packs = [
+            peers.Case(line) for line in (HERE / "cases.txt").read_text().splitlines() if line.startswith("packed")
+        ]
         self.assertTrue(packs)
         for case in packs:
             lengths = sorted(case.lengths)
@@ -320,7 +357,9 @@ class Cpu(unittest.TestCase):
 
     def test_the_fastest_form_of_the_peer_counts(self):
         forward, backward = self.rows(**{"ours": [3.0, 1.0, 2.0], "torch-loop": [5.0, 6.0, 4.0], "torch-masked": [9.0]})
-        self.assertEqual((forward["ours_s"], forward["peer"], forward["peer_s"], forward["ratio"]), (2.0, "torch-loop", 5.0, 2.5))
+        self.assertEqual(
+            (forward["ours_s"], forward["peer"], forward["peer_s"], forward["ratio"]), (2.0, "torch-loop", 5.0, 2.5)
+        )
         self.assertEqual((forward["difference"], forward["bound"], backward["direction"]), (2e-3, 0.03, "backward"))
 
     def test_work_is_the_pairs_that_the_mask_leaves(self):
@@ -331,15 +370,21 @@ class Cpu(unittest.TestCase):
         self.assertEqual(cpu.Case(self.LINE + " window=4").pairs, 6 + 10 + 6 * 4)
 
     def test_shares_are_of_the_highest_ceiling_that_the_case_may_use(self):
-        best = cpu_measure.higher({}, {"fma_f32": 100e9, "bf16_dot": 80e9, "amx_bf16": None, "amx_f16": None, "copy": 1e9})
-        best = cpu_measure.higher(best, {"fma_f32": 90e9, "bf16_dot": 120e9, "amx_bf16": 900e9, "amx_f16": None, "copy": 2e9})
+        best = cpu_measure.higher(
+            {}, {"fma_f32": 100e9, "bf16_dot": 80e9, "amx_bf16": None, "amx_f16": None, "copy": 1e9}
+        )
+        best = cpu_measure.higher(
+            best, {"fma_f32": 90e9, "bf16_dot": 120e9, "amx_bf16": 900e9, "amx_f16": None, "copy": 2e9}
+        )
         self.assertEqual(list(best.values()), [100e9, 120e9, 900e9, None, 2e9])
         row = self.rows(ours=[1e-9], torch=[2e-9])[0]
         share = cpu_measure.shares(row, cpu.Case(self.LINE), best)
         self.assertEqual((share["ceiling"], share["peer_ceiling_share"]), ("amx_bf16", share["ceiling_share"] / 2))
         self.assertAlmostEqual(share["ceiling_share"], row["gflops"] / 900)
-        names = [cpu_measure.ceiling(cpu.Case(self.LINE.replace("bf16", dtype) + isa), best)
-                 for dtype, isa in (("f32", ""), ("f16", ""), ("bf16", " isa=avx512_bf16"))]
+        names = [
+            cpu_measure.ceiling(cpu.Case(self.LINE.replace("bf16", dtype) + isa), best)
+            for dtype, isa in (("f32", ""), ("f16", ""), ("bf16", " isa=avx512_bf16"))
+        ]
         self.assertEqual(names, ["fma_f32", "fma_f32", "bf16_dot"])
 
     def test_cases_held_to_what_the_machine_lacks_are_left_out(self):
@@ -379,11 +424,35 @@ class Kept(unittest.TestCase):
     """What `--keep` left under benches/results is whole: nobody reads a figure there that does not say where it is from."""
 
     NUMBER = (int, float)
-    ROW = {"case": str, "direction": str, "dtype": str, "ours_s": NUMBER, "peer": str, "peer_s": NUMBER, "ratio": NUMBER,
-           "ceiling": str, "ceiling_share": NUMBER, "peer_ceiling_share": NUMBER, "gflops": NUMBER, "tokens": int,
-           "ours_rounds_s": list, "peer_rounds_s": list, "difference": NUMBER, "bound": NUMBER}
-    WHOLE = {"machine": str, "system": str, "date": str, "command": str, "threads": int, "quick": bool, "software": dict,
-             "ceilings": dict, "rows": list}
+    ROW = {
+        "case": str,
+        "direction": str,
+        "dtype": str,
+        "ours_s": NUMBER,
+        "peer": str,
+        "peer_s": NUMBER,
+        "ratio": NUMBER,
+        "ceiling": str,
+        "ceiling_share": NUMBER,
+        "peer_ceiling_share": NUMBER,
+        "gflops": NUMBER,
+        "tokens": int,
+        "ours_rounds_s": list,
+        "peer_rounds_s": list,
+        "difference": NUMBER,
+        "bound": NUMBER,
+    }
+    WHOLE = {
+        "machine": str,
+        "system": str,
+        "date": str,
+        "command": str,
+        "threads": int,
+        "quick": bool,
+        "software": dict,
+        "ceilings": dict,
+        "rows": list,
+    }
 
     def members(self, thing, schema, where):
         for name, kind in schema.items():
@@ -410,15 +479,38 @@ class Kept(unittest.TestCase):
             self.assertTrue(path.with_suffix(".svg").exists(), path.name)
 
     def test_a_document_that_lacks_something_is_found(self):
-        row = dict.fromkeys(self.ROW, 1.0) | {"case": "a", "direction": "forward", "dtype": "f32", "peer": "torch", "tokens": 1,
-                                              "ceiling": "fma_f32", "ours_rounds_s": [1.0], "peer_rounds_s": [1.0],
-                                              "ceiling_share": 1.0, "gflops": 1.0}
+        row = dict.fromkeys(self.ROW, 1.0) | {
+            "case": "a",
+            "direction": "forward",
+            "dtype": "f32",
+            "peer": "torch",
+            "tokens": 1,
+            "ceiling": "fma_f32",
+            "ours_rounds_s": [1.0],
+            "peer_rounds_s": [1.0],
+            "ceiling_share": 1.0,
+            "gflops": 1.0,
+        }
         ceilings = {"fma_f32": 1e9, "bf16_dot": None, "amx_bf16": None, "amx_f16": None, "copy": 1e9}
-        whole = {"machine": "synthetic", "system": "none", "date": "2000-01-01T00:00Z", "command": "none", "threads": 1,
-                 "quick": False, "software": {"torch": "0", "cpattn": "0", "python": "0"}, "ceilings": ceilings, "rows": [row]}
+        whole = {
+            "machine": "synthetic",
+            "system": "none",
+            "date": "2000-01-01T00:00Z",
+            "command": "none",
+            "threads": 1,
+            "quick": False,
+            "software": {"torch": "0", "cpattn": "0", "python": "0"},
+            "ceilings": ceilings,
+            "rows": [row],
+        }
         self.check(whole, "synthetic")
-        for broken in (whole | {"machine": None}, whole | {"date": "today"}, whole | {"rows": [row | {"ratio": 2.0}]},
-                       whole | {"rows": [row | {"difference": 2.0}]}, whole | {"rows": [row | {"ceiling_share": 0.5}]}):
+        for broken in (
+            whole | {"machine": None},
+            whole | {"date": "today"},
+            whole | {"rows": [row | {"ratio": 2.0}]},
+            whole | {"rows": [row | {"difference": 2.0}]},
+            whole | {"rows": [row | {"ceiling_share": 0.5}]},
+        ):
             with self.assertRaises(AssertionError):
                 self.check(broken, "synthetic")
 
@@ -441,7 +533,9 @@ class Profile(unittest.TestCase):
             words = [word.replace("OUT", str(folder / "out")).replace("BIN", str(folder / "bin")) for word in words]
             tool = str(folder / "tool")
             done = subprocess.run(
-                [HERE / "profile", *words], stderr=subprocess.PIPE, text=True,
+                [HERE / "profile", *words],
+                stderr=subprocess.PIPE,
+                text=True,
                 env={"FAIL": "never", **os.environ, "NCU": tool, "SANITIZER": tool},
             )
             calls = (folder / "calls").read_text().splitlines() if (folder / "calls").exists() else []
@@ -451,7 +545,9 @@ class Profile(unittest.TestCase):
     def test_counters_of_named_cases(self):
         status, calls, made, _ = self.call("counters", "merge-bf16-128-causal|tiny-pack-", "OUT", "BIN")
         self.assertEqual(status, 0)
-        self.assertEqual(made, [f"{n}.{e}" for n in ("merge-bf16-128-causal-8k", "tiny-pack-bf16") for e in ("csv", "log")])
+        self.assertEqual(
+            made, [f"{n}.{e}" for n in ("merge-bf16-128-causal-8k", "tiny-pack-bf16") for e in ("csv", "log")]
+        )
         self.assertEqual(len([call for call in calls if "--export" in call and "--clock-control none" in call]), 2)
 
     def test_a_name_nobody_has(self):

@@ -41,13 +41,29 @@ class Thread(train.Alone):
     """One rank: what the example calls."""
 
     def __init__(self, number, rank, world, dtype, shared, meeting):
-        self.number, self.rank, self.world, self.dtype, self.shared, self.meeting = number, rank, world, dtype, shared, meeting
+        self.number, self.rank, self.world, self.dtype, self.shared, self.meeting = (
+            number,
+            rank,
+            world,
+            dtype,
+            shared,
+            meeting,
+        )
 
     def split(self, ids, cu_seqlens):
         ids, positions, labels = super().split(ids, cu_seqlens)
         dtype = {torch.bfloat16: cpattn.Dtype.BF16, torch.float16: cpattn.Dtype.F16}[self.dtype]
         ends = cu_seqlens.tolist()
-        self.plan = cpattn.Plan(ends, train.HEADS, train.HEAD_DIM, kv_heads=train.KV_HEADS, dtype=dtype, world=self.world, ulysses=1, ring=self.world)
+        self.plan = cpattn.Plan(
+            ends,
+            train.HEADS,
+            train.HEAD_DIM,
+            kv_heads=train.KV_HEADS,
+            dtype=dtype,
+            world=self.world,
+            ulysses=1,
+            ring=self.world,
+        )
         mine = torch.tensor(list(self.plan.tokens(cpattn.Side.Q, self.number)), dtype=torch.int64)
         return ids[mine.to(ids.device)], positions[mine], labels[mine.to(labels.device)]
 

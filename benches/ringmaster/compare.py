@@ -48,12 +48,23 @@ class Theirs:
         from ringmaster.runtime import CPRuntime, set_runtime
 
         group, tokens = dist.group.WORLD, cu_seqlens[-1]
-        config = RingmasterConfig(size=world, backend=Backend.ULYSSES if way == "ulysses" else Backend.RING, load_balance=LoadBalance.NONE)
+        config = RingmasterConfig(
+            size=world, backend=Backend.ULYSSES if way == "ulysses" else Backend.RING, load_balance=LoadBalance.NONE
+        )
         runtime = CPRuntime(config=config, cp_group=group)
-        runtime.varlen = (torch.tensor(cu_seqlens, dtype=torch.int32), max(b - a for a, b in zip(cu_seqlens, cu_seqlens[1:]))) if len(cu_seqlens) > 2 else None
+        runtime.varlen = (
+            (torch.tensor(cu_seqlens, dtype=torch.int32), max(b - a for a, b in zip(cu_seqlens, cu_seqlens[1:])))
+            if len(cu_seqlens) > 2
+            else None
+        )
         self.rows = torch.arange(tokens).chunk(world)[rank]
         # What a layer of a model of Transformers is to its attention function.
-        module = SimpleNamespace(training=True, is_causal=True, num_key_value_groups=HEADS // kv_heads, config=SimpleNamespace(_attn_implementation=""))
+        module = SimpleNamespace(
+            training=True,
+            is_causal=True,
+            num_key_value_groups=HEADS // kv_heads,
+            config=SimpleNamespace(_attn_implementation=""),
+        )
         if way == "ulysses":
             from ringmaster.strategies.ulysses import make_ulysses_attention
 
@@ -80,7 +91,9 @@ class Ours:
         from cpattn.torch import Context
 
         mesh = {"ring": 1} if way == "ulysses" else {"ulysses": 1}
-        self.context = Context(heads=HEADS, kv_heads=kv_heads, head_dim=HEAD_DIM, kernels="torch" if way == "ulysses" else "math", **mesh)
+        self.context = Context(
+            heads=HEADS, kv_heads=kv_heads, head_dim=HEAD_DIM, kernels="torch" if way == "ulysses" else "math", **mesh
+        )
         self.batch = self.context.batch(cu_seqlens)
         self.rows = torch.as_tensor(self.batch.shard(torch.arange(cu_seqlens[-1]), Side.Q))
         self.attend = self.batch.attention
@@ -160,7 +173,9 @@ def run(world, name, tokens, steps, side=None):
     """The answers of all ranks."""
     spawn = mp.get_context("spawn")
     results, port = spawn.Queue(), random.randrange(20000, 50000)
-    processes = [spawn.Process(target=job, args=(rank, world, port, name, tokens, steps, side, results)) for rank in range(world)]
+    processes = [
+        spawn.Process(target=job, args=(rank, world, port, name, tokens, steps, side, results)) for rank in range(world)
+    ]
     for process in processes:
         process.start()
     answers = [results.get(timeout=500)[1] for _ in processes]
@@ -179,7 +194,10 @@ def main():
     print(f"{of.world} ranks, {of.tokens} tokens; cpattn / ringmaster\n")
     print("| case | time | CPU time | peak MB | largest error |\n|---|---|---|---|---|")
     for name in of.case or CASES:
-        both, alone = run(of.world, name, of.tokens, of.steps), [run(of.world, name, of.tokens, 0, side) for side in (Theirs, Ours)]
+        both, alone = (
+            run(of.world, name, of.tokens, of.steps),
+            [run(of.world, name, of.tokens, 0, side) for side in (Theirs, Ours)],
+        )
         failures = {kind: text for answer in both for (kind, what), text in answer.items() if what == "failure"}
         if failures:
             print(f"| {name} | {'; '.join(f'{kind}: {text}' for kind, text in failures.items())} | | | |")
@@ -189,7 +207,10 @@ def main():
         wall, cpu = (f"{1e3 * a:.0f} / {1e3 * b:.0f} ms = {a / b:.2f}" for a, b in zip(ours, theirs))
         peaks = [max(answer[kind, "peak"] for answer in answers) for kind, answers in zip(("Theirs", "Ours"), alone)]
         errors = [max(answer[kind, "error"] for answer in both) for kind in ("Theirs", "Ours")]
-        print(f"| {name} | {wall} | {cpu} | {peaks[1]:.0f} / {peaks[0]:.0f} | {errors[1]:.0e} / {errors[0]:.0e} |", flush=True)
+        print(
+            f"| {name} | {wall} | {cpu} | {peaks[1]:.0f} / {peaks[0]:.0f} | {errors[1]:.0e} / {errors[0]:.0e} |",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

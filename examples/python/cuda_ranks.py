@@ -90,7 +90,13 @@ class Driver:
 
     def read(self, memory):
         data = ctypes.create_string_buffer(memory.bytes + 1)
-        self.call("cuMemcpyDtoHAsync_v2", data, ctypes.c_uint64(memory.tensor.data), ctypes.c_size_t(memory.bytes), self.stream())
+        self.call(
+            "cuMemcpyDtoHAsync_v2",
+            data,
+            ctypes.c_uint64(memory.tensor.data),
+            ctypes.c_size_t(memory.bytes),
+            self.stream(),
+        )
         self.call("cuStreamSynchronize", self.stream())
         return data.raw[: memory.bytes]
 
@@ -115,8 +121,10 @@ def on_cpu(inputs):
 
 def job_tensors(array, inputs, nq, nk):
     """The tensors of a rank with these numbers of q and k tokens."""
-    tensors = {name: array((n, h, DIM), 16, inputs[name]) for name, n, h in (
-        ("q", nq, HEADS), ("k", nk, KV_HEADS), ("v", nk, KV_HEADS), ("d_o", nq, HEADS))}
+    tensors = {
+        name: array((n, h, DIM), 16, inputs[name])
+        for name, n, h in (("q", nq, HEADS), ("k", nk, KV_HEADS), ("v", nk, KV_HEADS), ("d_o", nq, HEADS))
+    }
     tensors["lse"] = array((HEADS, nq), 32)
     for name, n, h in (("o", nq, HEADS), ("dq", nq, HEADS), ("dk", nk, KV_HEADS), ("dv", nk, KV_HEADS)):
         tensors[name] = array((n, h, DIM), 16)
@@ -138,16 +146,20 @@ def rows(data, heads, tokens):
 def batch():
     """Inputs of the whole batch."""
     draw = random.Random(5)
-    return {name: struct.pack(f"<{TOKENS * h * DIM}e", *(draw.gauss(0, 1) for _ in range(TOKENS * h * DIM)))
-            for name, h in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS), ("d_o", HEADS))}
+    return {
+        name: struct.pack(f"<{TOKENS * h * DIM}e", *(draw.gauss(0, 1) for _ in range(TOKENS * h * DIM)))
+        for name, h in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS), ("d_o", HEADS))
+    }
 
 
 def part(device, plan, whole, want, number, rank):
     """The job of one rank. Returns the relative errors against the results of the CPU."""
     device.enter()
     tq, tk = plan.tokens(cpattn.Side.Q, number), plan.tokens(cpattn.Side.K, number)
-    mine = {name: rows(data, KV_HEADS if name in "kv" else HEADS, tk if name in "kv" else tq)
-            for name, data in whole.items()}
+    mine = {
+        name: rows(data, KV_HEADS if name in "kv" else HEADS, tk if name in "kv" else tq)
+        for name, data in whole.items()
+    }
     for direction in (cpattn.Direction.FORWARD, cpattn.Direction.BACKWARD):
         rank.prepare(plan, direction)
     tensors = job_tensors(device.array, mine, len(tq), len(tk))
@@ -171,8 +183,7 @@ def report(number, errors):
 def main(device):
     whole = batch()
     want = on_cpu(whole)
-    plan = cpattn.Plan(DOCUMENTS, HEADS, DIM, kv_heads=KV_HEADS, dtype=cpattn.Dtype.F16,
-                       world=WORLD, ulysses=2, ring=2)
+    plan = cpattn.Plan(DOCUMENTS, HEADS, DIM, kv_heads=KV_HEADS, dtype=cpattn.Dtype.F16, world=WORLD, ulysses=2, ring=2)
 
     def job(number, rank):
         return part(device, plan, whole, want, number, rank)

@@ -46,7 +46,9 @@ def main():
         found = denoise(model, inputs, noise)
     distance = ((found - alone).abs().max() / alone.square().mean().sqrt()).item()
     if dist.get_rank() == 0:
-        print(f"{dist.get_world_size()} ranks, {STEPS} steps: the result of one process, at most {distance:.1e} of its root mean square apart")
+        print(
+            f"{dist.get_world_size()} ranks, {STEPS} steps: the result of one process, at most {distance:.1e} of its root mean square apart"
+        )
     assert distance < 1e-5
     dist.barrier()
     cp.close()

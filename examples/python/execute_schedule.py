@@ -30,8 +30,20 @@ SLICES = [
 CASES = {
     "ulysses": {"ring": 1},
     "ring": {"ulysses": 1, "layout": "zigzag", "sinks": True},
-    "ring in which q circulates": {"ulysses": 1, "circulate": "queries", "circulate_forward": "queries", "softcap": 2.0, "sinks": True},
-    "hybrid, a window, stripes": {"ulysses": 2, "layout": "striped", "layout_parameter": 3, "window_left": 9, "alibi_slopes": [0.5, 0.25, 0.125, 0.0]},
+    "ring in which q circulates": {
+        "ulysses": 1,
+        "circulate": "queries",
+        "circulate_forward": "queries",
+        "softcap": 2.0,
+        "sinks": True,
+    },
+    "hybrid, a window, stripes": {
+        "ulysses": 2,
+        "layout": "striped",
+        "layout_parameter": 3,
+        "window_left": 9,
+        "alibi_slopes": [0.5, 0.25, 0.125, 0.0],
+    },
     "several sinks of a head": {"ulysses": 2, "sinks": 3},
     "two nodes": {"ulysses": 1, "ranks_per_node": 2},
     "two passes, packed inputs": {"ulysses": 1, "passes": 2, "pack_inputs": True},
@@ -65,7 +77,9 @@ class Executor:
         return self.buffers[view.buffer][view.place]
 
     def exchange(self, op: Op) -> None:
-        batch = [dist.P2POp(dist.isend if m.send else dist.irecv, self.at(m.view), m.peer, tag=m.tag) for m in op.messages]
+        batch = [
+            dist.P2POp(dist.isend if m.send else dist.irecv, self.at(m.view), m.peer, tag=m.tag) for m in op.messages
+        ]
         for work in dist.batch_isend_irecv(batch):
             work.wait()
 
@@ -94,7 +108,9 @@ class Executor:
         sink, part = self.at(op.sinks), self.at(op.dsinks)
         part.zero_()
         # One word for each sink, or 28, of which this program uses the first.
-        part.unflatten(2, (sink.shape[2], -1))[..., 0] = -((sink - self.at(op.lse)).exp() * self.at(op.delta)).sum(0, keepdim=True)
+        part.unflatten(2, (sink.shape[2], -1))[..., 0] = -((sink - self.at(op.lse)).exp() * self.at(op.delta)).sum(
+            0, keepdim=True
+        )
 
     def sink_total(self, op: Op) -> None:
         dst = self.at(op.sums[0].dst)
@@ -109,7 +125,14 @@ class Executor:
         for keys, band in q_range.pairs:
             y = positions(keys)
             d = y - x + band.shift
-            inside = (x >= band.q_begin) & (x < band.q_end) & (y >= band.k_begin) & (y < band.k_end) & (d >= band.low) & (d <= band.high)
+            inside = (
+                (x >= band.q_begin)
+                & (x < band.q_end)
+                & (y >= band.k_begin)
+                & (y < band.k_end)
+                & (d >= band.low)
+                & (d <= band.high)
+            )
             allowed.append(inside & (d >= -op.score.window_left) & (d <= op.score.window_right))
             distance.append(d)
             rows.append(torch.arange(keys.row, keys.row + keys.len))
@@ -160,7 +183,9 @@ class Executor:
             if op.gradients != Gradients.QUERIES:
                 to = torch.arange(op.q.heads) if op.per_q_head else kv
                 for view, left, right in ((op.dk, ds, of_q(op.q)), (op.dv, p, d_o)):
-                    self.at(view).index_put_((rows[:, None], to[None, :]), torch.einsum("hqk,qhd->khd", left, right), accumulate=True)
+                    self.at(view).index_put_(
+                        (rows[:, None], to[None, :]), torch.einsum("hqk,qhd->khd", left, right), accumulate=True
+                    )
 
 
 def positions(r):
@@ -203,7 +228,13 @@ def compare(name, rank, world, dtype=torch.float64):
     options, tokens = CASES[name], DOCUMENTS[-1]
     plan = Plan(DOCUMENTS, HEADS, HEAD_DIM, kv_heads=KV_HEADS, dtype=dtype, world=world, **options)
     random = torch.Generator().manual_seed(1)
-    shapes = ((tokens, HEADS, HEAD_DIM), (tokens, KV_HEADS, HEAD_DIM), (tokens, KV_HEADS, HEAD_DIM), (HEADS, int(options.get("sinks", 0))), (tokens, HEADS, HEAD_DIM))
+    shapes = (
+        (tokens, HEADS, HEAD_DIM),
+        (tokens, KV_HEADS, HEAD_DIM),
+        (tokens, KV_HEADS, HEAD_DIM),
+        (HEADS, int(options.get("sinks", 0))),
+        (tokens, HEADS, HEAD_DIM),
+    )
     inputs = [torch.randn(shape, generator=random, dtype=dtype) for shape in shapes]
     mine = torch.tensor(plan.tokens(Side.Q, rank), dtype=torch.long)
     q, k, v, sinks, d_o = inputs
@@ -220,7 +251,9 @@ def compare(name, rank, world, dtype=torch.float64):
     for part in slices:
         x, y = place[part.q_begin : part.q_end, None], place[None, part.k_begin : part.k_end]
         d = y - part.k_begin - (x - part.q_begin + part.complete.q_start)
-        allowed[part.q_begin : part.q_end, part.k_begin : part.k_end] |= (d >= part.complete.low) & (d <= part.complete.high)
+        allowed[part.q_begin : part.q_end, part.k_begin : part.k_end] |= (d >= part.complete.low) & (
+            d <= part.complete.high
+        )
     allowed &= distance >= -options.get("window_left", tokens)
     expected = dense(inputs, options, allowed, distance)
     worst = 0.0

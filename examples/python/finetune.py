@@ -61,7 +61,9 @@ def texts(count):
 def losses(name, steps, alone, device="cpu"):
     kind, more = MODELS[name]
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SIZES, **more}), attn_implementation="eager", dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(kind, **{**SIZES, **more}), attn_implementation="eager", dtype=torch.float32
+    )
     trainer = SFTTrainer
     if device == "cuda":  # the CUDA kernels take bfloat16 and float16
         model = model.to("cuda", torch.bfloat16)
@@ -76,7 +78,9 @@ def losses(name, steps, alone, device="cpu"):
             learning_rate=3e-3, logging_steps=1, save_strategy="no", report_to=[], disable_tqdm=True,
             use_cpu=device == "cpu", bf16=False, seed=1,
         )  # fmt: skip
-        trainer = trainer(model=model, args=args, train_dataset=Dataset.from_list(list(texts(400))), processing_class=tokenizer())
+        trainer = trainer(
+            model=model, args=args, train_dataset=Dataset.from_list(list(texts(400))), processing_class=tokenizer()
+        )
         trainer.train()
     if not alone:
         cp.close()
@@ -110,12 +114,19 @@ def draw(runs):
         low, high = min(every), max(every)
         parts.append(f'<text x="{left}" y="22" font-size="14">{model}: loss</text>')
         for loss, y in ((high, 40), ((low + high) / 2, 145), (low, 250)):
-            parts.append(f'<path d="M{left} {y}h270" stroke="#ddd"/><text x="{left - 6}" y="{y + 4}" text-anchor="end">{loss:.2f}</text>')
-        parts.append(f'<text x="{left}" y="268">1</text><text x="{left + 270}" y="268" text-anchor="end">step {len(runs[0][1][model])}</text>')
+            parts.append(
+                f'<path d="M{left} {y}h270" stroke="#ddd"/><text x="{left - 6}" y="{y + 4}" text-anchor="end">{loss:.2f}</text>'
+            )
+        parts.append(
+            f'<text x="{left}" y="268">1</text><text x="{left + 270}" y="268" text-anchor="end">step {len(runs[0][1][model])}</text>'
+        )
         for number, (name, found) in enumerate(runs):
             color, width = ("#f5a742", 6) if number == 0 else ("#1d4ed8", 1.5)
             step = 270 / max(len(found[model]) - 1, 1)
-            points = " ".join(f"{left + step * n:.1f},{40 + 210 * (high - loss) / (high - low):.1f}" for n, loss in enumerate(found[model]))
+            points = " ".join(
+                f"{left + step * n:.1f},{40 + 210 * (high - loss) / (high - low):.1f}"
+                for n, loss in enumerate(found[model])
+            )
             parts.append(f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="{width}"/>')
             parts.append(f'<path d="M{left + 120} {56 + 18 * number}h24" stroke="{color}" stroke-width="{width}"/>')
             parts.append(f'<text x="{left + 150}" y="{60 + 18 * number}">{name}</text>')
@@ -126,9 +137,13 @@ def main():
     parser = argparse.ArgumentParser(description="Fine-tunes two small models; see the top of the file.")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--json", type=Path, metavar="FILE", help="where the losses go")
-    parser.add_argument("--against", type=Path, metavar="FILE", help="the JSON of another run: compared, and in the plot")
+    parser.add_argument(
+        "--against", type=Path, metavar="FILE", help="the JSON of another run: compared, and in the plot"
+    )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="an SVG of them")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: weights in bfloat16; no GPU has run it yet")
+    parser.add_argument(
+        "--device", choices=["cpu", "cuda"], default="cpu", help="cuda: weights in bfloat16; no GPU has run it yet"
+    )
     given = parser.parse_args()
     other = json.loads(given.against.read_text()) if given.against else None
     world, alone = int(os.environ.get("WORLD_SIZE", "1")), "WORLD_SIZE" not in os.environ

@@ -66,7 +66,9 @@ def rewards(steps, alone):
             folder, max_steps=steps, per_device_train_batch_size=16, num_generations=8, max_completion_length=8, beta=0.0, learning_rate=1e-2,
             logging_steps=1, save_strategy="no", report_to=[], disable_tqdm=True, use_cpu=True, bf16=False, seed=1,
         )  # fmt: skip
-        trainer = trainer(model=model, args=args, train_dataset=prompts(400), reward_funcs=reward, processing_class=tokenizer())
+        trainer = trainer(
+            model=model, args=args, train_dataset=prompts(400), reward_funcs=reward, processing_class=tokenizer()
+        )
         trainer.train()
     if not alone:
         cp.close()
@@ -77,7 +79,9 @@ def main():
     parser = argparse.ArgumentParser(description="Trains a small model with GRPO; see the top of the file.")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--json", type=Path, metavar="FILE", help="where the mean rewards go")
-    parser.add_argument("--against", type=Path, metavar="FILE", help="the JSON of another run: compared, and in the plot")
+    parser.add_argument(
+        "--against", type=Path, metavar="FILE", help="the JSON of another run: compared, and in the plot"
+    )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="an SVG of them")
     given = parser.parse_args()
     other = json.loads(given.against.read_text()) if given.against else None

@@ -35,7 +35,12 @@ ROWS = {1: 100, 4: 28}
 
 def parameters():
     random = np.random.default_rng(1)
-    shapes = {"q": (WIDTH, HEADS * DIM), "k": (WIDTH, KV_HEADS * DIM), "v": (WIDTH, KV_HEADS * DIM), "o": (HEADS * DIM, WIDTH)}
+    shapes = {
+        "q": (WIDTH, HEADS * DIM),
+        "k": (WIDTH, KV_HEADS * DIM),
+        "v": (WIDTH, KV_HEADS * DIM),
+        "o": (HEADS * DIM, WIDTH),
+    }
     layers = {name: 0.3 * random.standard_normal((LAYERS, *shape), np.float32) for name, shape in shapes.items()}
     layers["sinks"] = random.standard_normal((LAYERS, HEADS), np.float32)
     return {"layers": layers, "embed": 0.3 * random.standard_normal((VOCABULARY, WIDTH), np.float32)}
@@ -97,4 +102,6 @@ if __name__ == "__main__":
         assert abs(a - b) < 1e-4 * a, (a, b)
     apart = max(jax.tree.leaves(jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), params_one, params_four)))
     assert one[-1] < 0.8 * one[0] and apart < 1e-3, (one, apart)
-    print(f"loss {one[0]:.3f} to {one[-1]:.3f} in {len(one)} steps on one rank; on four {four[-1]:.3f}, parameters within {apart:.0e}: ok")
+    print(
+        f"loss {one[0]:.3f} to {one[-1]:.3f} in {len(one)} steps on one rank; on four {four[-1]:.3f}, parameters within {apart:.0e}: ok"
+    )

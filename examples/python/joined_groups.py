@@ -31,7 +31,11 @@ class Model(nn.Module):
     def __init__(self):
         super().__init__()
         width = HEADS * HEAD_DIM
-        self.words, self.qkv, self.out = nn.Embedding(WORDS, width), nn.Linear(width, 3 * width), nn.Linear(width, WORDS)
+        self.words, self.qkv, self.out = (
+            nn.Embedding(WORDS, width),
+            nn.Linear(width, 3 * width),
+            nn.Linear(width, WORDS),
+        )
 
     def loss(self, ids, labels, attention):
         """The sum over tokens that have a label."""
@@ -67,7 +71,9 @@ def alone(model, packs):
     ids, labels, cu = pack(sum(packs, []))
     document = torch.arange(len(cu) - 1).repeat_interleave(torch.tensor(cu).diff())
     mask = (document[:, None] == document) & torch.ones(len(ids), len(ids)).tril().bool()
-    attention = lambda *qkv: nn.functional.scaled_dot_product_attention(*(x.transpose(0, 1) for x in qkv), attn_mask=mask).transpose(0, 1)
+    attention = lambda *qkv: nn.functional.scaled_dot_product_attention(
+        *(x.transpose(0, 1) for x in qkv), attn_mask=mask
+    ).transpose(0, 1)
     return gradients(model, model.loss(ids, labels, attention) / (labels >= 0).sum())
 
 
@@ -77,7 +83,10 @@ def train():
     first = rank // 2 * 2
     of_heads = {"heads": HEADS, "head_dim": HEAD_DIM}
     # Each process is in a pair and in the whole. All of them make the contexts in one order.
-    contexts = {2: cpattn.torch.Context([first, first + 1], **of_heads), 4: cpattn.torch.Context([0, 1, 2, 3], **of_heads)}
+    contexts = {
+        2: cpattn.torch.Context([first, first + 1], **of_heads),
+        4: cpattn.torch.Context([0, 1, 2, 3], **of_heads),
+    }
     torch.manual_seed(0)
     model = Model()
     for ranks, packs in steps():
@@ -103,11 +112,15 @@ def train():
 def main():
     dist.init_process_group("gloo")
     if dist.get_world_size() != 4:
-        raise SystemExit(f"{dist.get_world_size()} processes were started, 4 are needed: torchrun --nproc-per-node 4 {__file__}")
+        raise SystemExit(
+            f"{dist.get_world_size()} processes were started, 4 are needed: torchrun --nproc-per-node 4 {__file__}"
+        )
     for ranks, packs, apart in train():
         if dist.get_rank() == 0:
             lengths = "; ".join(" ".join(str(LENGTHS[i]) for i in one) for one in packs)
-            print(f"{4 // ranks} x {ranks} ranks, documents of {lengths}: gradients {apart:.0e} from those of one process")
+            print(
+                f"{4 // ranks} x {ranks} ranks, documents of {lengths}: gradients {apart:.0e} from those of one process"
+            )
         assert apart < 1e-5, apart
     dist.destroy_process_group()
 

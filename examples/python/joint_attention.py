@@ -59,10 +59,14 @@ def compare(image=4096, text=77):
 def main():
     dist.init_process_group("gloo")
     if dist.get_world_size() != 4:
-        raise SystemExit(f"{dist.get_world_size()} processes were started, 4 are needed: torchrun --nproc-per-node 4 {__file__}")
+        raise SystemExit(
+            f"{dist.get_world_size()} processes were started, 4 are needed: torchrun --nproc-per-node 4 {__file__}"
+        )
     apart = compare()
     if dist.get_rank() == 0:
-        print("apart from one process: " + ", ".join(f"{name} {x:.1e}" for name, x in zip(("o", "dq", "dk", "dv"), apart)))
+        print(
+            "apart from one process: " + ", ".join(f"{name} {x:.1e}" for name, x in zip(("o", "dq", "dk", "dv"), apart))
+        )
         assert max(apart) < 1e-5, apart
         print("ok")
     dist.destroy_process_group()

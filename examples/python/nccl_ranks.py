@@ -35,7 +35,9 @@ def main():
     device = memory()
     whole = batch()
     want = on_cpu(whole)
-    plan = cpattn.Plan(DOCUMENTS, HEADS, DIM, kv_heads=KV_HEADS, dtype=cpattn.Dtype.F16, world=world, ulysses=1, ring=world)
+    plan = cpattn.Plan(
+        DOCUMENTS, HEADS, DIM, kv_heads=KV_HEADS, dtype=cpattn.Dtype.F16, world=world, ulysses=1, ring=world
+    )
     rank = cpattn.nccl_group(unique_id(number, path), rank=number, world=world, device=DEVICE)
     report(number, part(device, plan, whole, want, number, rank))
     rank.close()

@@ -74,7 +74,12 @@ def losses(kind, steps, alone):
         )  # fmt: skip
         documents = [document(draw) for _ in range(4 * steps)]
         # One process has rows with padding: not every kind has documents in a pack of its own.
-        trainer = trainer_of(model=model, args=args, train_dataset=documents, data_collator=padded if alone else DataCollatorWithFlattening())
+        trainer = trainer_of(
+            model=model,
+            args=args,
+            train_dataset=documents,
+            data_collator=padded if alone else DataCollatorWithFlattening(),
+        )
         trainer.train()
     if not alone:
         cp.close()
@@ -89,11 +94,15 @@ def padded(documents):
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Trains a small model of one of the newest kinds; see the top of the file.")
+    parser = argparse.ArgumentParser(
+        description="Trains a small model of one of the newest kinds; see the top of the file."
+    )
     parser.add_argument("kind", choices=KINDS)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--json", type=Path, metavar="FILE", help="where the losses go")
-    parser.add_argument("--against", type=Path, metavar="FILE", help="the JSON of another run: compared, and in the plot")
+    parser.add_argument(
+        "--against", type=Path, metavar="FILE", help="the JSON of another run: compared, and in the plot"
+    )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="an SVG of both")
     given = parser.parse_args()
     alone = "RANK" not in os.environ
@@ -111,7 +120,9 @@ def main():
         apart = max(abs(a - b) for a, b in zip(other["losses"], found, strict=True))
         print(f"at most {apart:.1e} away from {other['name']}")
         if given.plot:
-            given.plot.write_text(pictures.of_runs(f"{given.kind}: loss", [(other["name"], other["losses"]), (name, found)]))
+            given.plot.write_text(
+                pictures.of_runs(f"{given.kind}: loss", [(other["name"], other["losses"]), (name, found)])
+            )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """Forward and backward of NumPy arrays over six ranks (threads), compared with the formula written out in NumPy.
 
-    capi/build && PYTHONPATH=python python3 examples/python/numpy_ranks.py
+capi/build && PYTHONPATH=python python3 examples/python/numpy_ranks.py
 """
 
 import argparse
@@ -50,8 +50,19 @@ def main(dtype, code, bound):
     sinks = rng.standard_normal(heads).astype(np.float32)
     accumulator = np.float64 if dtype == np.float64 else np.float32
     plan = cpattn.Plan(
-        documents, heads, dim, kv_heads=kv_heads, value_dim=value_dim, dtype=code, window_left=left, sinks=True,
-        world=6, ulysses=3, ring=2, layout=cpattn.Layout.STRIPED, layout_parameter=8,
+        documents,
+        heads,
+        dim,
+        kv_heads=kv_heads,
+        value_dim=value_dim,
+        dtype=code,
+        window_left=left,
+        sinks=True,
+        world=6,
+        ulysses=3,
+        ring=2,
+        layout=cpattn.Layout.STRIPED,
+        layout_parameter=8,
     )
     plan.verify()
     o, dq, dk, dv = (np.full_like(x, np.nan) for x in (d_o, q, k, v))

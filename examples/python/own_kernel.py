@@ -29,20 +29,45 @@ def aiter_kernel(mha):
         left, right = window_size
         dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
         mha._flash_attn_varlen_backward(
-            d_o, q, k, v, o, lse, dq, dk, dv, *lengths, 0.0, softmax_scale, (left, right) == (-1, 0), left, right, alibi_slopes, deterministic
+            d_o,
+            q,
+            k,
+            v,
+            o,
+            lse,
+            dq,
+            dk,
+            dv,
+            *lengths,
+            0.0,
+            softmax_scale,
+            (left, right) == (-1, 0),
+            left,
+            right,
+            alibi_slopes,
+            deterministic,
         )
         return dq, dk, dv
 
-    return kernels.varlen(forward, backward, name="aiter", head_dim=256, head_dim_multiple=8, slopes=True, deterministic=True)
+    return kernels.varlen(
+        forward, backward, name="aiter", head_dim=256, head_dim_multiple=8, slopes=True, deterministic=True
+    )
 
 
 def main(mha, device="cuda", heads=8, head_dim=64):
-    context = Context(kernels=aiter_kernel(mha), device=device, heads=heads, kv_heads=2, head_dim=head_dim, dtype=torch.bfloat16)
+    context = Context(
+        kernels=aiter_kernel(mha), device=device, heads=heads, kv_heads=2, head_dim=head_dim, dtype=torch.bfloat16
+    )
     batch = context.batch([0, 700, 700, 1500, 2000])
-    q, k, v = (torch.randn(len(batch.positions), n, head_dim, device=device, dtype=torch.bfloat16, requires_grad=True) for n in (heads, 2, 2))
+    q, k, v = (
+        torch.randn(len(batch.positions), n, head_dim, device=device, dtype=torch.bfloat16, requires_grad=True)
+        for n in (heads, 2, 2)
+    )
     o = batch.attention(q, k, v)
     o.sum().backward()
-    print(f"rank {context.number}: o {tuple(o.shape)}, dq {tuple(q.grad.shape)}; finite: {o.isfinite().all() and q.grad.isfinite().all()}")
+    print(
+        f"rank {context.number}: o {tuple(o.shape)}, dq {tuple(q.grad.shape)}; finite: {o.isfinite().all() and q.grad.isfinite().all()}"
+    )
     context.close()
     return q, k, v, o
 

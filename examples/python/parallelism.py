@@ -32,7 +32,14 @@ SPLIT = {**dict.fromkeys(("q", "k", "v", "up"), ColwiseParallel), **dict.fromkey
 class Layer(nn.Module):
     def __init__(self):
         super().__init__()
-        sizes = {"q": HEADS * DIM, "k": KV_HEADS * DIM, "v": KV_HEADS * DIM, "o": (HEADS * DIM, WIDTH), "up": 2 * WIDTH, "down": (2 * WIDTH, WIDTH)}
+        sizes = {
+            "q": HEADS * DIM,
+            "k": KV_HEADS * DIM,
+            "v": KV_HEADS * DIM,
+            "o": (HEADS * DIM, WIDTH),
+            "up": 2 * WIDTH,
+            "down": (2 * WIDTH, WIDTH),
+        }
         for name, size in sizes.items():
             setattr(self, name, nn.Linear(*(size if isinstance(size, tuple) else (WIDTH, size)), bias=False))
 
@@ -80,7 +87,9 @@ def tokens_of(batches, rows):
     found = []
     for batch in batches:
         ids = batch.shard(torch.randint(VOCABULARY, (batch.cu_seqlens[-1],), generator=draw))
-        found.append([F.pad(one, (0, rows - len(ids)), value=fill) for one, fill in ((ids, 0), (batch.labels(ids), -100))])
+        found.append(
+            [F.pad(one, (0, rows - len(ids)), value=fill) for one, fill in ((ids, 0), (batch.labels(ids), -100))]
+        )
     return [torch.stack(one) for one in zip(*found)]
 
 
@@ -115,7 +124,13 @@ def pipeline(schedule=Schedule1F1B, dtype=torch.float32, stages=((0, 1), (2, 3))
             leaves = torch.empty(rows, VOCABULARY, dtype=dtype) if number == len(stages) - 1 else hidden
             mine.append(
                 PipelineStage(
-                    model, number, len(stages), torch.device("cpu"), input_args=(enters,), output_args=(leaves,), group=mesh.get_group("pipeline")
+                    model,
+                    number,
+                    len(stages),
+                    torch.device("cpu"),
+                    input_args=(enters,),
+                    output_args=(leaves,),
+                    group=mesh.get_group("pipeline"),
                 )
             )
     # With scale_grads gradients would be divided by the number of micro-batches, and packs are not of one size.
@@ -145,7 +160,9 @@ def tensors(dtype=torch.float32, **options):
     model = Model().to(dtype)
     for layer in model.layers.values():
         parallelize_module(layer, mesh["tensor"], {name: how() for name, how in SPLIT.items()})
-    context = Context(mesh.get_group("context"), heads=HEADS // 2, kv_heads=KV_HEADS // 2, head_dim=DIM, dtype=dtype, **options)
+    context = Context(
+        mesh.get_group("context"), heads=HEADS // 2, kv_heads=KV_HEADS // 2, head_dim=DIM, dtype=dtype, **options
+    )
     model.batches = [context.batch(ends) for ends in PACKS]
     ids, labels = tokens_of(model.batches, rows_of(model.batches))
     total = sum(loss_of(model(one, number), labels[number]) for number, one in enumerate(ids))
@@ -154,7 +171,9 @@ def tensors(dtype=torch.float32, **options):
     dist.all_reduce(found, group=mesh.get_group("context"))
     gradients = {}
     for name, one in model.named_parameters():
-        dist.all_reduce(one.grad.to_local() if isinstance(one.grad, DTensor) else one.grad, group=mesh.get_group("context"))
+        dist.all_reduce(
+            one.grad.to_local() if isinstance(one.grad, DTensor) else one.grad, group=mesh.get_group("context")
+        )
         gradients[name] = one.grad.full_tensor() if isinstance(one.grad, DTensor) else one.grad
     dist.barrier()
     context.close()
@@ -163,14 +182,19 @@ def tensors(dtype=torch.float32, **options):
 
 def apart(found, expected):
     """The largest distance of gradients, in units of the largest of a parameter, and of the losses."""
-    far = [(found[1][name] - one).abs().max() / one.abs().max() for name, one in expected[1].items() if name in found[1]]
+    far = [
+        (found[1][name] - one).abs().max() / one.abs().max() for name, one in expected[1].items() if name in found[1]
+    ]
     return max(max(far).item(), abs(found[0] / expected[0] - 1))
 
 
 def main():
     dist.init_process_group("gloo")
     expected = alone()
-    for what, found in (("2 pipeline stages x 2 context ranks", pipeline()), ("2 tensor-parallel x 2 context ranks", tensors())):
+    for what, found in (
+        ("2 pipeline stages x 2 context ranks", pipeline()),
+        ("2 tensor-parallel x 2 context ranks", tensors()),
+    ):
         far = apart(found, expected)
         assert far < 1e-5, far
         if dist.get_rank() == 0:

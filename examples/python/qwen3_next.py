@@ -29,23 +29,38 @@ from cpattn_hf.transformers import ContextParallel
 def gated_delta_net(layer, documents, hidden_states, **_):
     of = {"heads": layer.num_v_heads, "kv_heads": layer.num_k_heads}
     own, own_k = documents.own_heads("q", **of), documents.own_heads("k", **of)
-    q, k, v, z, b, a = layer.fix_query_key_value_ordering(layer.in_proj_qkvz(hidden_states), layer.in_proj_ba(hidden_states))
+    q, k, v, z, b, a = layer.fix_query_key_value_ordering(
+        layer.in_proj_qkvz(hidden_states), layer.in_proj_ba(hidden_states)
+    )
     qk = documents.to_heads(torch.cat([q[0], k[0]], -1), "k", **of)
-    v, b, a = documents.to_heads(torch.cat([v[0], b[0, ..., None], a[0, ..., None]], -1), **of).split([layer.head_v_dim, 1, 1], -1)
+    v, b, a = documents.to_heads(torch.cat([v[0], b[0, ..., None], a[0, ..., None]], -1), **of).split(
+        [layer.head_v_dim, 1, 1], -1
+    )
     weights = layer.conv1d.weight[:, 0].split([layer.key_dim, layer.key_dim, layer.value_dim])
-    wq, wk, wv = (w.unflatten(0, (-1, dim)) for w, dim in zip(weights, [layer.head_k_dim, layer.head_k_dim, layer.head_v_dim]))
+    wq, wk, wv = (
+        w.unflatten(0, (-1, dim)) for w, dim in zip(weights, [layer.head_k_dim, layer.head_k_dim, layer.head_v_dim])
+    )
     weight = torch.cat([torch.cat([wq, wk], 1)[own_k].flatten(0, 1), wv[own].flatten(0, 1)])
     g = -layer.A_log[own].float().exp() * F.softplus(a[..., 0].float() + layer.dt_bias[own])
-    of_v = torch.arange(own.start, own.stop) * layer.num_k_heads // layer.num_v_heads - own_k.start  # the q and k heads of v's
+    of_v = (
+        torch.arange(own.start, own.stop) * layer.num_k_heads // layer.num_v_heads - own_k.start
+    )  # the q and k heads of v's
     out = []
     for begin, end in zip(documents.cu_seqlens, documents.cu_seqlens[1:]):
         mixed = torch.cat([qk[begin:end].flatten(1), v[begin:end].flatten(1)], 1)
         mixed = causal_conv1d_fn(mixed.T[None], weight, activation=layer.activation).transpose(1, 2)
-        qk_, v_ = (x.unflatten(2, (-1, dim)) for x, dim in zip(mixed.split([qk[0].numel(), v[0].numel()], 2), [qk.shape[2], v.shape[2]]))
+        qk_, v_ = (
+            x.unflatten(2, (-1, dim))
+            for x, dim in zip(mixed.split([qk[0].numel(), v[0].numel()], 2), [qk.shape[2], v.shape[2]])
+        )
         q, k = qk_[:, :, of_v].chunk(2, -1)
-        out += torch_chunk_gated_delta_rule(q, k, v_, g=g[None, begin:end], beta=b[None, begin:end, :, 0].sigmoid(), use_qk_l2norm_in_kernel=True)[0]
+        out += torch_chunk_gated_delta_rule(
+            q, k, v_, g=g[None, begin:end], beta=b[None, begin:end, :, 0].sigmoid(), use_qk_l2norm_in_kernel=True
+        )[0]
     o = layer.norm(documents.to_tokens(torch.cat(out), **of).flatten(0, 1), z[0].flatten(0, 1))
     return layer.out_proj(o.view(1, -1, layer.value_dim))
+
+
 # <<<
 
 
@@ -95,7 +110,9 @@ def main():
     lengths = [70, 1, 130, 33]
     (one, expected), (all_, total) = alone(lengths), together(lengths)
     if dist.get_rank() == 0:
-        print(f"loss of one process {one:.7f}, of {dist.get_world_size()} {all_:.7f}; gradients apart {(total - expected).norm() / expected.norm():.1e}")
+        print(
+            f"loss of one process {one:.7f}, of {dist.get_world_size()} {all_:.7f}; gradients apart {(total - expected).norm() / expected.norm():.1e}"
+        )
     dist.destroy_process_group()
 
 

@@ -26,7 +26,13 @@ from transformers import AutoConfig, AutoModelForImageTextToText, Trainer, Train
 
 from cpattn_hf.transformers import ContextParallel
 
-COLORS = {"red": (0.9, 0.1, 0.1), "green": (0.1, 0.8, 0.2), "blue": (0.1, 0.2, 0.9), "yellow": (0.9, 0.9, 0.1), "white": (1.0, 1.0, 1.0)}
+COLORS = {
+    "red": (0.9, 0.1, 0.1),
+    "green": (0.1, 0.8, 0.2),
+    "blue": (0.1, 0.2, 0.9),
+    "yellow": (0.9, 0.9, 0.1),
+    "white": (1.0, 1.0, 1.0),
+}
 WORDS = ["<pad>", "<image>", "<begin>", "<end>", "the", "first", "second", "is", "and", ".", *COLORS]
 ID = {word: n for n, word in enumerate(WORDS)}
 # High and wide, in patches of 4 × 4 pixels. The tower makes a token of 2 × 2 patches.
@@ -53,7 +59,11 @@ def document(draw):
         noise = torch.Generator().manual_seed(draw.randrange(1 << 30))
         pixels.append(patch + 0.2 * torch.randn(high * wide, len(patch), generator=noise))
     ids += [ID[word] for word in f"the first is {colors[0]} and the second is {colors[1]} .".split()]
-    return {"ids": torch.tensor(ids), "pixels": torch.cat(pixels), "grids": torch.tensor([(1, *grid) for grid in grids])}
+    return {
+        "ids": torch.tensor(ids),
+        "pixels": torch.cat(pixels),
+        "grids": torch.tensor([(1, *grid) for grid in grids]),
+    }
 
 
 def collate(documents):
@@ -80,7 +90,9 @@ def losses(steps, alone, shard):
             folder, max_steps=steps, per_device_train_batch_size=4, learning_rate=3e-3, logging_steps=1, save_strategy="no", report_to=[],
             disable_tqdm=True, use_cpu=True, seed=1, remove_unused_columns=False,
         )  # fmt: skip
-        trainer = kind(model=model, args=args, train_dataset=[document(draw) for _ in range(4 * steps)], data_collator=collate)
+        trainer = kind(
+            model=model, args=args, train_dataset=[document(draw) for _ in range(4 * steps)], data_collator=collate
+        )
         trainer.train()
     if not alone:
         cp.close()

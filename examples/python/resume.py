@@ -44,10 +44,14 @@ class Job:
     def __init__(self, folder, context, timeout=60.0, dtype=torch.float32):
         self.folder, world = Path(folder), dist.get_world_size()
         if world % context or PACKS % (world // context):
-            raise SystemExit(f"{world} ranks and --context {context}: the number of replicas must be whole, and divide {PACKS}")
+            raise SystemExit(
+                f"{world} ranks and --context {context}: the number of replicas must be whole, and divide {PACKS}"
+            )
         mesh = init_device_mesh("cpu", (world // context, context), mesh_dim_names=("replica", "context"))
         self.replica, self.replicas = mesh.get_local_rank("replica"), world // context
-        self.context = Context(mesh.get_group("context"), heads=HEADS, kv_heads=KV_HEADS, head_dim=DIM, dtype=dtype, timeout=timeout)
+        self.context = Context(
+            mesh.get_group("context"), heads=HEADS, kv_heads=KV_HEADS, head_dim=DIM, dtype=dtype, timeout=timeout
+        )
         torch.manual_seed(5)
         self.model = Model().to(dtype)
         shards = init_device_mesh("cpu", (world,))
@@ -84,7 +88,9 @@ class Job:
         total = torch.zeros((), dtype=self.context.dtype)
         for number, (batch, (_, ids)) in enumerate(zip(self.model.batches, mine)):
             own = batch.shard(ids)
-            part = F.cross_entropy(self.model(own, number), batch.labels(own), ignore_index=-100, reduction="sum") / count
+            part = (
+                F.cross_entropy(self.model(own, number), batch.labels(own), ignore_index=-100, reduction="sum") / count
+            )
             # fully_shard takes the mean of gradients over all ranks, and each has a part of the sum.
             (part * dist.get_world_size()).backward()
             total += part.detach()
@@ -132,7 +138,11 @@ def main():
     Path(given.folder).mkdir(exist_ok=True)
     job = Job(given.folder, given.context, given.timeout)
     first = job.step
-    if given.die is not None and rank == dist.get_world_size() - 1 and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+    if (
+        given.die is not None
+        and rank == dist.get_world_size() - 1
+        and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+    ):
 
         def die(*_):
             if job.step == given.die:
@@ -143,7 +153,9 @@ def main():
     if rank == 0:
         for at, loss in enumerate(losses, first):
             print(f"step {at}: loss {loss:.6f}", flush=True)
-        print(f"{dist.get_world_size()} ranks, {given.context} share a pack: saved after step {job.step - 1}", flush=True)
+        print(
+            f"{dist.get_world_size()} ranks, {given.context} share a pack: saved after step {job.step - 1}", flush=True
+        )
     job.close()
     dist.destroy_process_group()
 

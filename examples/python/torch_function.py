@@ -58,13 +58,26 @@ class Attention(torch.autograd.Function):
 
 def inputs(dtype, tokens, heads, kv_heads, dim, seed):
     g = torch.Generator().manual_seed(seed)
-    return [torch.randn(tokens, h, dim, generator=g, dtype=torch.float64).to(dtype).requires_grad_() for h in (heads, kv_heads, kv_heads)]
+    return [
+        torch.randn(tokens, h, dim, generator=g, dtype=torch.float64).to(dtype).requires_grad_()
+        for h in (heads, kv_heads, kv_heads)
+    ]
 
 
 def check_gradients():
     documents, heads, kv_heads, dim = [0, 5, 6, 13], 4, 2, 3
-    plan = cpattn.Plan(documents, heads, dim, kv_heads=kv_heads, dtype=cpattn.Dtype.F64, softcap=5.0,
-                       world=4, ulysses=2, ring=2, layout=cpattn.Layout.ZIGZAG)
+    plan = cpattn.Plan(
+        documents,
+        heads,
+        dim,
+        kv_heads=kv_heads,
+        dtype=cpattn.Dtype.F64,
+        softcap=5.0,
+        world=4,
+        ulysses=2,
+        ring=2,
+        layout=cpattn.Layout.ZIGZAG,
+    )
     ranks = cpattn.local_group(4)
     q, k, v = inputs(torch.float64, documents[-1], heads, kv_heads, dim, 1)
     assert torch.autograd.gradcheck(lambda q, k, v: Attention.apply(q, k, v, plan, ranks), (q, k, v))

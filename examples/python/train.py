@@ -49,6 +49,8 @@ class Parallel:
 
     def sum(self, tensor):
         dist.all_reduce(tensor)
+
+
 # <<<
 
 
@@ -168,12 +170,18 @@ def draw(runs):
     steps, most = max(len(losses) for _, losses in runs), max(max(losses) for _, losses in runs)
     x = lambda i: left + (width - left - 20) * i / max(steps - 1, 1)
     y = lambda loss: top + (height - top - 40) * (1 - loss / most)
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="12">']
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="12">'
+    ]
     parts.append(f'<rect width="{width}" height="{height}" fill="white"/>')
     for i in range(6):
         loss = most * i / 5
-        parts.append(f'<path d="M{left} {y(loss):.1f}H{width - 20}" stroke="#ddd"/><text x="8" y="{y(loss) + 4:.1f}">{loss:.2f}</text>')
-    parts.append(f'<text x="{left}" y="{height - 12}">step 1</text><text x="{width - 70}" y="{height - 12}">step {steps}</text>')
+        parts.append(
+            f'<path d="M{left} {y(loss):.1f}H{width - 20}" stroke="#ddd"/><text x="8" y="{y(loss) + 4:.1f}">{loss:.2f}</text>'
+        )
+    parts.append(
+        f'<text x="{left}" y="{height - 12}">step 1</text><text x="{width - 70}" y="{height - 12}">step {steps}</text>'
+    )
     for i, (name, losses) in enumerate(runs):
         color, stroke = ("#f5a742", 6) if i == 0 else ("#1d4ed8", 1.5)
         points = " ".join(f"{x(n):.1f},{y(loss):.1f}" for n, loss in enumerate(losses))
@@ -187,14 +195,21 @@ def main():
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--json", type=Path, metavar="FILE", help="where the losses go")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="an SVG of them")
-    parser.add_argument("--against", type=Path, metavar="FILE", help="the JSON of another run: compared, and in the plot")
+    parser.add_argument(
+        "--against", type=Path, metavar="FILE", help="the JSON of another run: compared, and in the plot"
+    )
     parser.add_argument("--timeline", type=Path, metavar="FILE", help="an SVG timeline of the processes")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="the same as a JSON for Perfetto")
     parser.add_argument("--dtype", choices=["f32", "f64"], default="f32")
     parser.add_argument("--ulysses", type=int, default=0)
     parser.add_argument("--ring", type=int, default=0)
     parser.add_argument("--layout", choices=[layout.name.lower() for layout in cpattn.Layout], default="auto")
-    parser.add_argument("--layout-parameter", type=int, default=0, help="striped: the tokens of a stripe; balanced: the chunks of a rank")
+    parser.add_argument(
+        "--layout-parameter",
+        type=int,
+        default=0,
+        help="striped: the tokens of a stripe; balanced: the chunks of a rank",
+    )
     given = parser.parse_args()
     if given.steps < 1:
         parser.error(f"--steps is {given.steps}, at least 1 is needed")
@@ -227,7 +242,9 @@ def main():
     events = parallel.context.trace() if recorded else []  # on rank 0: of all
     if int(os.environ.get("RANK", "0")) == 0:
         if given.json:
-            given.json.write_text(json.dumps({"name": name, "processes": world, "dtype": given.dtype, "losses": losses}) + "\n")
+            given.json.write_text(
+                json.dumps({"name": name, "processes": world, "dtype": given.dtype, "losses": losses}) + "\n"
+            )
         print(f"{name}: {given.steps} steps, loss {losses[0]:.4f} to {losses[-1]:.4f}")
         runs = [(name, losses)]
         if other:

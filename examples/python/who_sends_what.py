@@ -15,12 +15,17 @@ CELL, HEIGHT, ROW, WIDTH, GAP = 11, 11, 92, 16 * 11, 128
 LEFT, TOP = 74, 70
 OWN, SHARED, RECEIVED = "#3465a4", "#73a0d0", "#e08a1e"
 
-plan = cpattn.Plan([0, TOKENS], HEADS, 8, kv_heads=2, world=WORLD, ulysses=2, ring=2, layout="zigzag_pack", dtype="bf16")
+plan = cpattn.Plan(
+    [0, TOKENS], HEADS, 8, kv_heads=2, world=WORLD, ulysses=2, ring=2, layout="zigzag_pack", dtype="bf16"
+)
 tokens = [list(plan.tokens("q", rank)) for rank in range(WORLD)]
 shares = [plan.share(rank) for rank in range(WORLD)]
 exchanges = [[op for op in plan.schedule(rank, "forward").ops if op.kind == OpKind.EXCHANGE] for rank in range(WORLD)]
 # Of the share's tokens: those of all ranks with the same place on the ring, in the order of the batch.
-share_tokens = [sorted(t for other in range(WORLD) if shares[other].ring == shares[rank].ring for t in tokens[other]) for rank in range(WORLD)]
+share_tokens = [
+    sorted(t for other in range(WORLD) if shares[other].ring == shares[rank].ring for t in tokens[other])
+    for rank in range(WORLD)
+]
 
 
 def cells(column, rank, of, heads, color):
@@ -55,7 +60,12 @@ def picture():
     yield f'<rect width="{width}" height="{height}" fill="white"/>'
     title = f"{TOKENS} tokens (columns), {HEADS} q heads (rows), causal; ulysses 2 × ring 2, zigzag over the pack, bf16, forward"
     yield f'<text x="{LEFT}" y="20" font-size="13">{title}</text>'
-    names = ["before: its tokens, all heads", "in the run: its share, its heads", "from others: k and v that it reads", "after: o of its tokens, all heads"]
+    names = [
+        "before: its tokens, all heads",
+        "in the run: its share, its heads",
+        "from others: k and v that it reads",
+        "after: o of its tokens, all heads",
+    ]
     for column, name in enumerate(names):
         yield f'<text x="{LEFT + column * (WIDTH + GAP)}" y="{TOP - 14}">{name}</text>'
     for column, name in enumerate(["all-to-all", "ring, beside step 0", "all-to-all"]):

@@ -9,7 +9,10 @@ from __future__ import annotations
 import importlib
 import re
 
-OLDEST = {"transformers": {"torch": "2.10", "transformers": "5.20"}, "diffusers": {"torch": "2.11", "diffusers": "0.42.1"}}
+OLDEST = {
+    "transformers": {"torch": "2.10", "transformers": "5.20"},
+    "diffusers": {"torch": "2.11", "diffusers": "0.42.1"},
+}
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -23,4 +26,7 @@ def refuse_older(package: str) -> None:
     for name, oldest in OLDEST[package].items():
         version = str(importlib.import_module(name).__version__)
         if _numbers(version) < _numbers(oldest):
-            raise ImportError(f"{name} is {version}, and cpattn_hf.{package} needs {oldest} or later: pip install --upgrade '{name}>={oldest}'", name=name)
+            raise ImportError(
+                f"{name} is {version}, and cpattn_hf.{package} needs {oldest} or later: pip install --upgrade '{name}>={oldest}'",
+                name=name,
+            )

@@ -15,7 +15,14 @@ from torch.nn import functional as F
 import models
 
 LENGTHS = [23, 1, 17, 9]
-VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8, "patch_size": 4}
+VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 8,
+    "patch_size": 4,
+}
 WINDOWS = {**models.SMALL, "sliding_window": 6, "layer_types": models.KINDS, "query_pre_attn_scalar": 8}
 CHUNKED = {
     "num_hidden_layers": 3, "intermediate_size_mlp": 48, "layer_types": ["chunked_attention", "full_attention", "chunked_attention"],
@@ -55,7 +62,9 @@ def build(name: str, **more: Any) -> Any:
     torch.manual_seed(0)
     kind, options = MODELS[name]
     made = getattr(transformers, kind)
-    model = made._from_config(made.config_class(**{**options, **more}), attn_implementation="eager", dtype=torch.float32)
+    model = made._from_config(
+        made.config_class(**{**options, **more}), attn_implementation="eager", dtype=torch.float32
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:
@@ -81,7 +90,9 @@ def types(name: str, seed: int) -> dict[str, torch.Tensor]:
     return {}
 
 
-def one_by_one(model: Any, pack: dict[str, torch.Tensor], more: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+def one_by_one(
+    model: Any, pack: dict[str, torch.Tensor], more: dict[str, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Loss and logits of the documents of a pack."""
     total, logits, at = torch.zeros(()), [], 0
     cache = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}

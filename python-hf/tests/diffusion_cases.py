@@ -31,14 +31,19 @@ def _flux(text: int = 7, height: int = 7, width: int = 11, batch: int = 1) -> tu
 
 def _flux_controlled() -> tuple[Any, Inputs]:
     model, inputs = _flux()
-    return model, inputs | {"controlnet_block_samples": [_random(1, 77, 48)], "controlnet_single_block_samples": (_random(1, 77, 48),) * 2}
+    return model, inputs | {
+        "controlnet_block_samples": [_random(1, 77, 48)],
+        "controlnet_single_block_samples": (_random(1, 77, 48),) * 2,
+    }
 
 
 def _flux_adapted() -> tuple[Any, Inputs]:
     """With an IP-Adapter, to whose tokens images attend too."""
     model, inputs = _flux(batch=2)
     for block in model.transformer_blocks:
-        block.attn.set_processor(FluxIPAdapterAttnProcessor(hidden_size=48, cross_attention_dim=16, num_tokens=(4,), scale=0.7))
+        block.attn.set_processor(
+            FluxIPAdapterAttnProcessor(hidden_size=48, cross_attention_dim=16, num_tokens=(4,), scale=0.7)
+        )
     return model, inputs | {"joint_attention_kwargs": {"ip_hidden_states": [_random(2, 4, 16)]}}
 
 
@@ -76,7 +81,9 @@ def _qwen(masked: bool = False, batch: int = 1, **more: Any) -> tuple[Any, Input
         "timestep": torch.full((batch,), 0.7), "img_shapes": shapes,
     }  # fmt: skip
     if masked:
-        inputs["encoder_hidden_states_mask"] = torch.tensor([[1, 0, 1, 1, 1, 0, 0], [1] * 7, [1, 0, 1, 1, 1, 0, 0]])[:batch]
+        inputs["encoder_hidden_states_mask"] = torch.tensor([[1, 0, 1, 1, 1, 0, 0], [1] * 7, [1, 0, 1, 1, 1, 0, 0]])[
+            :batch
+        ]
     return model, inputs
 
 
@@ -85,13 +92,19 @@ def _qwen_controlled() -> tuple[Any, Inputs]:
     return model, inputs | {"controlnet_block_samples": [_random(1, 49, 48), _random(1, 49, 48)]}
 
 
-def _wan(batch: int = 1, tokens: bool = False, image: bool = False, kind: str = "WanTransformer3DModel") -> tuple[Any, Inputs]:
+def _wan(
+    batch: int = 1, tokens: bool = False, image: bool = False, kind: str = "WanTransformer3DModel"
+) -> tuple[Any, Inputs]:
     more: dict[str, Any] = {"image_dim": 16, "added_kv_proj_dim": 36} if image else {}
     model = getattr(diffusers, kind)(
         patch_size=(1, 2, 2), num_attention_heads=3, attention_head_dim=12, in_channels=4, out_channels=4, text_dim=16, freq_dim=32, ffn_dim=32,
         num_layers=2, cross_attn_norm=True, qk_norm="rms_norm_across_heads", rope_max_seq_len=32, **more,
     )  # fmt: skip
-    inputs = {"hidden_states": _random(batch, 4, 7, 2, 14), "timestep": torch.full((batch, 49), 400.0) if tokens else torch.full((batch,), 400), "encoder_hidden_states": _random(batch, 512 if image else 7, 16)}
+    inputs = {
+        "hidden_states": _random(batch, 4, 7, 2, 14),
+        "timestep": torch.full((batch, 49), 400.0) if tokens else torch.full((batch,), 400),
+        "encoder_hidden_states": _random(batch, 512 if image else 7, 16),
+    }
     if tokens:
         inputs["timestep"][:, ::3] = 0.0
     if image:
@@ -112,7 +125,13 @@ def _vace() -> tuple[Any, Inputs]:
 
 def _ltx(tokens: bool = False) -> tuple[Any, Inputs]:
     model = diffusers.LTXVideoTransformer3DModel(
-        in_channels=4, out_channels=4, num_attention_heads=3, attention_head_dim=8, cross_attention_dim=24, num_layers=2, caption_channels=16
+        in_channels=4,
+        out_channels=4,
+        num_attention_heads=3,
+        attention_head_dim=8,
+        cross_attention_dim=24,
+        num_layers=2,
+        caption_channels=16,
     )
     mask = torch.ones(2, 7)
     mask[0, 4:] = 0
@@ -148,7 +167,11 @@ def _helios(history: bool = True, **more: Any) -> tuple[Any, Inputs]:
         patch_size=(1, 2, 2), num_attention_heads=3, attention_head_dim=12, in_channels=4, out_channels=4, text_dim=16, freq_dim=32, ffn_dim=32,
         num_layers=2, rope_dim=(4, 4, 4), has_multi_term_memory_patch=True, zero_history_timestep=True, **more,
     )  # fmt: skip
-    inputs = {"hidden_states": _random(1, 4, 7, 2, 14), "timestep": torch.tensor([400]), "encoder_hidden_states": _random(1, 7, 16)}
+    inputs = {
+        "hidden_states": _random(1, 4, 7, 2, 14),
+        "timestep": torch.tensor([400]),
+        "encoder_hidden_states": _random(1, 7, 16),
+    }
     if history:
         inputs |= {
             "indices_hidden_states": torch.arange(6, 13)[None], "indices_latents_history_short": torch.arange(5, 6)[None],
@@ -172,9 +195,6 @@ def _minimax() -> tuple[Any, Inputs]:
         "timestep": torch.tensor([0.4, 0.0]), "timestep_indices": (torch.arange(len(tags)) % 4 == 3).long(), "token_tags": tags, "position_ids": places,
         "video_indices": torch.where(tags == 0)[0], "audio_indices": torch.where(tags == 2)[0], "text_indices": torch.where(tags == 1)[0],
     }  # fmt: skip
-
-
-
 
 
 def _random(*shape: int) -> torch.Tensor:
@@ -226,13 +246,18 @@ def build(case: str) -> tuple[Any, Inputs]:
     with torch.no_grad():
         for parameter in model.parameters():
             # Wide enough that attention weighs keys differently; tables of zeros would hide rows.
-            parameter.copy_(torch.randn(parameter.shape, generator=_draw) * (0.3 if parameter.ndim > 1 else 0.2) + (parameter.ndim == 1) * 0.8)
+            parameter.copy_(
+                torch.randn(parameter.shape, generator=_draw) * (0.3 if parameter.ndim > 1 else 0.2)
+                + (parameter.ndim == 1) * 0.8
+            )
     return model.eval(), inputs
 
 
 def results(output: Any) -> list[torch.Tensor]:
     """The tensors of what a model returns."""
-    return [one for one in (output if isinstance(output, tuple) else output.to_tuple()) if isinstance(one, torch.Tensor)]
+    return [
+        one for one in (output if isinstance(output, tuple) else output.to_tuple()) if isinstance(one, torch.Tensor)
+    ]
 
 
 def apart(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:

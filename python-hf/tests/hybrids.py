@@ -17,7 +17,13 @@ SMALL: dict[str, Any] = {
     "attention_dropout": 0.0, "use_cache": False,
 }  # fmt: skip
 LINEAR = {"layer_types": ["linear_attention", "full_attention"]}
-DELTA = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 12, **LINEAR}
+DELTA = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    **LINEAR,
+}
 EXPERTS = {
     "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24,
 }  # fmt: skip

@@ -17,7 +17,15 @@ SIZES = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "
 SIGLIP = {**SIZES, "num_hidden_layers": 1, "image_size": 8, "vision_use_head": False}
 TEXT = {**models.SMALL, "intermediate_size": 32}
 MROPE = {**TEXT, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}}
-QWEN = {"in_channels": 3, "temporal_patch_size": 2, "spatial_merge_size": 2, "patch_size": 4, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 36}
+QWEN = {
+    "in_channels": 3,
+    "temporal_patch_size": 2,
+    "spatial_merge_size": 2,
+    "patch_size": 4,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "out_hidden_size": 36,
+}
 # "dynamic": the model's images are of any size, in a list of patches with a grid for each image.
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen2_5_vl": (
@@ -108,8 +116,16 @@ def build(name: str) -> Any:
     torch.manual_seed(0)
     kind, _, options = MODELS[name]
     made = getattr(transformers, kind)
-    places = [one for one in ("image_token_id", "image_token_index") if one in inspect.signature(made.config_class.__init__).parameters]
-    videos = {"video_token_id": VIDEO} if "video_token_id" in inspect.signature(made.config_class.__init__).parameters else {}
+    places = [
+        one
+        for one in ("image_token_id", "image_token_index")
+        if one in inspect.signature(made.config_class.__init__).parameters
+    ]
+    videos = (
+        {"video_token_id": VIDEO}
+        if "video_token_id" in inspect.signature(made.config_class.__init__).parameters
+        else {}
+    )
     config = made.config_class(**options, **dict.fromkeys(places, IMAGE), **videos)
     model = made._from_config(config, attn_implementation="eager", dtype=torch.float32)
     with torch.no_grad():
@@ -133,14 +149,20 @@ def image(kind: str, grid: tuple[int, int], draw: torch.Generator) -> tuple[int,
         return torch.randn(shape, generator=draw)
 
     if kind == "grids":
-        return high * wide // 4, {"pixel_values": some(high * wide, 96), "image_grid_thw": torch.tensor([[1, high, wide]])}
+        return high * wide // 4, {
+            "pixel_values": some(high * wide, 96),
+            "image_grid_thw": torch.tensor([[1, high, wide]]),
+        }
     if kind == "places":
         places = torch.full((1, 32, 2), -1)
         places[0, : high * wide] = torch.cartesian_prod(torch.arange(high), torch.arange(wide)).flip(1)
         return high * wide // 4, {"pixel_values": some(1, 32, 48).sigmoid(), "image_position_ids": places}
     if kind == "sizes":
         high, wide = min(high, 4), 2 if wide > 4 else 4
-        return high * wide // 4, {"pixel_values": some(1, 3, 16, 16), "image_sizes": torch.tensor([[high * 4, wide * 4]])}
+        return high * wide // 4, {
+            "pixel_values": some(1, 3, 16, 16),
+            "image_sizes": torch.tensor([[high * 4, wide * 4]]),
+        }
     return 4, {"pixel_values": some(1, 3, *((16, 16) if kind == "pixels" else (8, 8)))}
 
 
@@ -148,7 +170,9 @@ def image(kind: str, grid: tuple[int, int], draw: torch.Generator) -> tuple[int,
 DOCUMENTS = [[3, 5, 2], [9], [1, 6], [4]]
 
 
-def documents(name: str, seed: int = 1, every: list[list[int]] = DOCUMENTS, grids: list[tuple[int, int]] = GRIDS) -> list[dict[str, torch.Tensor]]:
+def documents(
+    name: str, seed: int = 1, every: list[list[int]] = DOCUMENTS, grids: list[tuple[int, int]] = GRIDS
+) -> list[dict[str, torch.Tensor]]:
     """The arguments of documents, each for a call of its own."""
     kind, draw, at = MODELS[name][1], torch.Generator().manual_seed(seed), 0
     made = []
@@ -237,4 +261,3 @@ def one_by_one(model: Any, each: list[dict[str, torch.Tensor]]) -> tuple[torch.T
         total = total + F.cross_entropy(logits[-1][:-1], labels, ignore_index=-100, reduction="sum")
         count += int((labels != -100).sum())
     return total / count, [one.detach() for one in logits]
-

@@ -30,7 +30,13 @@ from peak import peak
 from processes import run
 
 transformers.utils.logging.set_verbosity_error()
-SIZES = {"hidden_size": 256, "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 32, "linear_value_head_dim": 32}
+SIZES = {
+    "hidden_size": 256,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+}
 TOKENS = (1024, 4096)
 
 
@@ -56,16 +62,31 @@ def _by_hand(layer: Any, x: torch.Tensor, rank: int, world: int) -> torch.Tensor
     widths = [part.shape[-1] for part in parts]
     every = _ToHeads.apply(torch.cat(parts, -1).transpose(0, 1)).flatten(0, 1)  # type: ignore[no-untyped-call]
     q, k, v, z, b, a = every.split(widths, -1)
-    weights = [w.unflatten(0, (world, -1))[rank] for w in layer.conv1d.weight.split([layer.key_dim, layer.key_dim, layer.value_dim])]
+    weights = [
+        w.unflatten(0, (world, -1))[rank]
+        for w in layer.conv1d.weight.split([layer.key_dim, layer.key_dim, layer.value_dim])
+    ]
     taps, mixed = layer.conv_kernel_size, torch.cat([q, k, v], -1).T[None]
     mixed = F.silu(F.conv1d(F.pad(mixed, (taps - 1, 0)), torch.cat(weights), groups=mixed.shape[1]))[0].T
-    q, k, v = (one.view(1, n * world, -1, dim) for one, dim in zip(mixed.split(widths[:3], -1), (layer.head_k_dim, layer.head_k_dim, layer.head_v_dim), strict=True))
+    q, k, v = (
+        one.view(1, n * world, -1, dim)
+        for one, dim in zip(
+            mixed.split(widths[:3], -1), (layer.head_k_dim, layer.head_k_dim, layer.head_v_dim), strict=True
+        )
+    )
     own = slice(rank * values, (rank + 1) * values)
     decay = -layer.A_log[own].float().exp() * F.softplus(a.float() + layer.dt_bias[own])
     each = values // keys
     q, k = (one.repeat_interleave(each, 2) for one in (q, k))
     o, _ = qwen.torch_chunk_gated_delta_rule(
-        q, k, v, g=decay[None], beta=b.sigmoid()[None], initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=True
+        q,
+        k,
+        v,
+        g=decay[None],
+        beta=b.sigmoid()[None],
+        initial_state=None,
+        output_final_state=False,
+        use_qk_l2norm_in_kernel=True,
     )
     o = layer.norm(o.reshape(-1, layer.head_v_dim), z.reshape(-1, layer.head_v_dim)).view(world, n, -1)
     mine = _ToHeads.apply(o).transpose(0, 1).reshape(n, -1)  # type: ignore[no-untyped-call]
@@ -80,7 +101,10 @@ def _ways(rank: int, world: int, tokens: int) -> dict[str, Callable[[], torch.Te
     n = tokens // world
     mine = {"mixer": forward.tokens, "all_to_all": torch.arange(rank * n, (rank + 1) * n)}
     rows = {name: hidden[places].requires_grad_() for name, places in mine.items()}
-    ways = {"mixer": lambda x: layer(x[None], **{ARGUMENT: forward})[0], "all_to_all": lambda x: _by_hand(layer, x, rank, world)}
+    ways = {
+        "mixer": lambda x: layer(x[None], **{ARGUMENT: forward})[0],
+        "all_to_all": lambda x: _by_hand(layer, x, rank, world),
+    }
 
     def call(name: str) -> torch.Tensor:
         out: torch.Tensor = ways[name](rows[name])

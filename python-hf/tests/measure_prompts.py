@@ -39,14 +39,26 @@ def seconds(rank: int, world: int, prompt: int, answer: int, folder: str) -> dic
     def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
         draw = torch.Generator().manual_seed(2)
         ids = [torch.randint(3, models.WORDS, (answer,), generator=draw).tolist() for _ in prompts]
-        return {"prompt_ids": [words] * len(prompts), "completion_ids": ids, "logprobs": [[-1.0] * answer] * len(prompts)}
+        return {
+            "prompt_ids": [words] * len(prompts),
+            "completion_ids": ids,
+            "logprobs": [[-1.0] * answer] * len(prompts),
+        }
 
     def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
         return [sum(n % 7 for n in ids) / len(ids) for ids in completion_ids]
 
     found: dict[bool, list[float]] = {False: [], True: []}
     for share in (False, True) * 2:
-        model = models.build("llama", hidden_size=256, intermediate_size=512, num_attention_heads=8, num_key_value_heads=2, head_dim=32, max_position_embeddings=8192)
+        model = models.build(
+            "llama",
+            hidden_size=256,
+            intermediate_size=512,
+            num_attention_heads=8,
+            num_key_value_heads=2,
+            head_dim=32,
+            max_position_embeddings=8192,
+        )
         cp = ContextParallel(model)
         args = trl.GRPOConfig(
             folder, use_cpu=True, bf16=False, max_steps=STEPS, report_to=[], disable_tqdm=True, save_strategy="no", per_device_train_batch_size=GROUP, num_generations=GROUP,
@@ -62,7 +74,13 @@ def seconds(rank: int, world: int, prompt: int, answer: int, folder: str) -> dic
                 found[share].append(time.process_time() - self.began)  # noqa: B023
 
         trainer = cp.trainer(trl.GRPOTrainer, share_prompts=share)(
-            model=model, args=args, train_dataset=data, reward_funcs=reward, processing_class=models.tokenizer(), rollout_func=rollout, callbacks=[Times()]
+            model=model,
+            args=args,
+            train_dataset=data,
+            reward_funcs=reward,
+            processing_class=models.tokenizer(),
+            rollout_func=rollout,
+            callbacks=[Times()],
         )
         trainer.remove_callback(transformers.PrinterCallback)
         trainer.train()
@@ -76,8 +94,13 @@ def main() -> None:
         ranks = processes.run(seconds, 2, prompt, answer, folder, seconds=550)
     # Steps 0 and 2 of a run have the passes before the update too; step 0 has the plans of both.
     for name, steps in (("with the passes before the update", [2]), ("the loss alone", [1, 3])):
-        mean = {share: min(sum(found[share][run * STEPS + step] for found in ranks) for run in range(2) for step in steps) for share in (False, True)}
-        print(f"{prompt} + {GROUP} x {answer} tokens, {name}: {mean[False]:.2f} and {mean[True]:.2f} CPU seconds of 2 ranks, {mean[False] / mean[True]:.1f} times")
+        mean = {
+            share: min(sum(found[share][run * STEPS + step] for found in ranks) for run in range(2) for step in steps)
+            for share in (False, True)
+        }
+        print(
+            f"{prompt} + {GROUP} x {answer} tokens, {name}: {mean[False]:.2f} and {mean[True]:.2f} CPU seconds of 2 ranks, {mean[False] / mean[True]:.1f} times"
+        )
 
 
 if __name__ == "__main__":

@@ -77,10 +77,17 @@ def rows(pack: dict[str, torch.Tensor], pad: int = 0) -> dict[str, torch.Tensor]
     """The documents of a pack as rows with padding, at the right or at the left."""
     split = documents(pack)
     width = max(ids.shape[1] for ids, _ in split)
-    made = {name: torch.full((len(split), width), fill) for name, fill in (("input_ids", pad), ("attention_mask", 0), ("labels", -100))}
+    made = {
+        name: torch.full((len(split), width), fill)
+        for name, fill in (("input_ids", pad), ("attention_mask", 0), ("labels", -100))
+    }
     for row, (ids, labels) in enumerate(split):
         where = slice(None, ids.shape[1]) if row % 2 else slice(width - ids.shape[1], None)
-        made["input_ids"][row, where], made["attention_mask"][row, where], made["labels"][row, where] = ids[0], 1, labels[0]
+        made["input_ids"][row, where], made["attention_mask"][row, where], made["labels"][row, where] = (
+            ids[0],
+            1,
+            labels[0],
+        )
     return made
 
 
@@ -89,7 +96,9 @@ def documents(pack: dict[str, torch.Tensor]) -> list[tuple[torch.Tensor, torch.T
     return [(pack["input_ids"][:, a:b], pack["labels"][:, a:b]) for a, b in zip(starts, starts[1:])]
 
 
-def part(model: Any, pack: dict[str, torch.Tensor], masked: bool = False, types: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
+def part(
+    model: Any, pack: dict[str, torch.Tensor], masked: bool = False, types: dict[str, torch.Tensor] | None = None
+) -> torch.Tensor:
     """The summed loss of a pack, by one process, document by document, with types of its tokens; of a model of masked words, the model's own
     loss."""
     total, at = torch.zeros(()), 0
@@ -118,7 +127,9 @@ def alone(name: str, pack: dict[str, torch.Tensor], **more: Any) -> tuple[float,
 
 
 def gradients(model: Any) -> torch.Tensor:
-    return torch.cat([(p.grad if p.grad is not None else torch.zeros_like(p)).flatten().double() for p in model.parameters()])
+    return torch.cat(
+        [(p.grad if p.grad is not None else torch.zeros_like(p)).flatten().double() for p in model.parameters()]
+    )
 
 
 def apart(a: torch.Tensor, b: torch.Tensor) -> float:

@@ -20,9 +20,13 @@ if "models" in sys.modules:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     here = os.path.dirname(__file__)
-    mine = [module for module in sys.modules.values() if os.path.dirname(getattr(module, "__file__", None) or "") == here]
+    mine = [
+        module for module in sys.modules.values() if os.path.dirname(getattr(module, "__file__", None) or "") == here
+    ]
     tables = [vars(module).get("MODELS", {}) for module in mine]
-    kinds = {row[0] if isinstance(row, tuple) else name.split("-")[0] for table in tables for name, row in table.items()}
+    kinds = {
+        row[0] if isinstance(row, tuple) else name.split("-")[0] for table in tables for name, row in table.items()
+    }
     for kind in sorted(kinds):
         with suppress(KeyError, ImportError):
             MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[kind]]

@@ -32,7 +32,12 @@ diffusers.utils.logging.set_verbosity_error()
 
 def meshes(world: int) -> list[dict[str, int]]:
     """Over a ring, over Ulysses as far as 3 heads go, and what is chosen."""
-    return [{}, {"ring": world}, *([{"ulysses": world}] if world <= 3 else []), *([{"ulysses": 2, "ring": world // 2}] if world % 2 == 0 and world > 2 else [])]
+    return [
+        {},
+        {"ring": world},
+        *([{"ulysses": world}] if world <= 3 else []),
+        *([{"ulysses": 2, "ring": world // 2}] if world % 2 == 0 and world > 2 else []),
+    ]
 
 
 def _compare(rank: int, world: int) -> list[tuple[str, str, str, float, float]]:

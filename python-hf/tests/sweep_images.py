@@ -70,7 +70,11 @@ OWN: dict[str, dict[str, Any]] = {
 # Numbers of these models, inside of them too.
 NUMBERS = {"granite4_vision": {"hidden_size": 64}}
 # What some have no config for by default.
-TINY: dict[str, Any] = {"architecture": "vit_pe_core_tiny_patch16_384", "model_args": {"embed_dim": 192, "img_size": [32, 32], "depth": 1, "global_pool": ""}, "do_pooling": False}
+TINY: dict[str, Any] = {
+    "architecture": "vit_pe_core_tiny_patch16_384",
+    "model_args": {"embed_dim": 192, "img_size": [32, 32], "depth": 1, "global_pool": ""},
+    "do_pooling": False,
+}
 WHOLE: dict[str, dict[str, Any]] = {kind: {"vision_config": {}} for kind in ("gemma4", "gemma4_unified")}
 WHOLE["perception_lm"] = {"vision_config": TINY}
 
@@ -82,7 +86,11 @@ def small(config: Any, numbers: dict[str, Any], own: dict[str, dict[str, Any]]) 
         with contextlib.suppress(Exception):
             usual = getattr(config, name)
             if usual is not None and getattr(getattr(type(config), name, None), "fset", True):
-                known[name] = [value] * len(usual) if isinstance(usual, list | tuple) and isinstance(value, int) else type(usual)(value)
+                known[name] = (
+                    [value] * len(usual)
+                    if isinstance(usual, list | tuple) and isinstance(value, int)
+                    else type(usual)(value)
+                )
     if "kv_lora_rank" in known:
         known["num_key_value_heads"] = known["num_attention_heads"]
     kinds = list(dict.fromkeys(getattr(config, "layer_types", None) or []))
@@ -90,12 +98,22 @@ def small(config: Any, numbers: dict[str, Any], own: dict[str, dict[str, Any]]) 
         known |= {"layer_types": kinds * 2 if len(kinds) == 1 else kinds, "num_hidden_layers": max(2, len(kinds))}
     rope = getattr(config, "rope_parameters", None)
     if isinstance(rope, dict) and "rope_type" in rope:
-        half = int(known.get("head_dim", 8) * (rope.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None) or 1) // 2)
+        half = int(
+            known.get("head_dim", 8)
+            * (rope.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None) or 1)
+            // 2
+        )
         known["rope_parameters"] = {**rope, "mrope_section": [half - 2 * (half // 3), half // 3, half // 3]}
     for name in getattr(type(config), "sub_configs", {}):
         if isinstance(inner := getattr(config, name, None), PreTrainedConfig):
             left = "audio" in name and inner.model_type not in own and inner.model_type not in OWN
-            known[name] = None if left else inner if getattr(inner, "architecture", "") == TINY["architecture"] else small(inner, numbers, own)
+            known[name] = (
+                None
+                if left
+                else inner
+                if getattr(inner, "architecture", "") == TINY["architecture"]
+                else small(inner, numbers, own)
+            )
     if getattr(config, "mlp_layer_types", None):
         known["mlp_layer_types"] = config.mlp_layer_types[: known["num_hidden_layers"]]
     known |= own.get(config.model_type, {}) | OWN.get(config.model_type, {})
@@ -132,7 +150,13 @@ def featuring(model: Any) -> Any:
 
 def ways(model: Any) -> Iterator[Callable[[int], dict[str, torch.Tensor]]]:
     """How a model may want an image, by its number."""
-    takes, draw = {*inspect.signature(model.forward).parameters, *inspect.signature(featuring(model).get_image_features).parameters}, torch.Generator().manual_seed(5)
+    takes, draw = (
+        {
+            *inspect.signature(model.forward).parameters,
+            *inspect.signature(featuring(model).get_image_features).parameters,
+        },
+        torch.Generator().manual_seed(5),
+    )
     vision = getattr(model.config, "vision_config", None) or model.config
     patch = getattr(vision, "model_patch_size", None) or getattr(vision, "patch_size", 4)
     time = getattr(vision, "temporal_patch_size", None) or getattr(vision, "patch_temporal", 1)
@@ -149,26 +173,55 @@ def ways(model: Any) -> Iterator[Callable[[int], dict[str, torch.Tensor]]]:
         return ((4, 8), (4, 4))[at % 2]
 
     def grids(*shape: int) -> Callable[[int], dict[str, torch.Tensor]]:
-        return lambda at: {"pixel_values": some(grid(at)[0] * grid(at)[1], *shape), "image_grid_thw": torch.tensor([[1, *grid(at)]])} | merged
+        return lambda at: (
+            {"pixel_values": some(grid(at)[0] * grid(at)[1], *shape), "image_grid_thw": torch.tensor([[1, *grid(at)]])}
+            | merged
+        )
 
     if "target_sizes" in takes:
-        yield lambda at: {"pixel_values": some(1, 3, patch, grid(at)[0] * grid(at)[1] * patch), "target_sizes": torch.tensor([grid(at)])}
+        yield lambda at: {
+            "pixel_values": some(1, 3, patch, grid(at)[0] * grid(at)[1] * patch),
+            "target_sizes": torch.tensor([grid(at)]),
+        }
     if "high_res_pixel_values" in takes:
         high = model.config.high_res_vision_config.image_size
         yield lambda at: {"pixel_values": some(1, 3, size, size), "high_res_pixel_values": some(1, 3, high, high)}
     if "qformer_input_ids" in takes:
         yield lambda at: {"pixel_values": some(1, 3, size, size), "qformer_input_ids": torch.tensor([[5, 6, 7]]) + at}
     if "image_grid_hw" in takes:
-        yield lambda at: {"pixel_values": some(grid(at)[0] * grid(at)[1], 3 * patch * patch), "image_grid_hw": torch.tensor([grid(at)])}
+        yield lambda at: {
+            "pixel_values": some(grid(at)[0] * grid(at)[1], 3 * patch * patch),
+            "image_grid_hw": torch.tensor([grid(at)]),
+        }
     if "image_token_pooling" in takes:  # tokens of 4 patches of an image of 4 x 4, besides one of all
-        pooling = torch.stack([torch.arange(16).view(4, 4)[2 * i : 2 * i + 2, 2 * j : 2 * j + 2].flatten() for i in range(2) for j in range(2)])
-        yield lambda at: {"pixel_values": some(1, 16, 3 * patch * patch), "image_token_pooling": pooling, "image_grids": torch.tensor([[2, 2, 0, 0]])}
+        pooling = torch.stack(
+            [
+                torch.arange(16).view(4, 4)[2 * i : 2 * i + 2, 2 * j : 2 * j + 2].flatten()
+                for i in range(2)
+                for j in range(2)
+            ]
+        )
+        yield lambda at: {
+            "pixel_values": some(1, 16, 3 * patch * patch),
+            "image_token_pooling": pooling,
+            "image_grids": torch.tensor([[2, 2, 0, 0]]),
+        }
     if "tile_fine_mask" in takes:
-        yield lambda at: {"pixel_values": some(1, 2, 3, size, size), "pixel_attention_mask": torch.tensor([[True, at % 2 == 0]])}
+        yield lambda at: {
+            "pixel_values": some(1, 2, 3, size, size),
+            "pixel_attention_mask": torch.tensor([[True, at % 2 == 0]]),
+        }
     if "image_grid_thw" in takes:
-        for shape in ((3 * time * patch * patch,), (3 * patch * patch,), (3, patch, patch), (3, time, patch, patch), (2 * patch, 2 * patch, 3)):
+        for shape in (
+            (3 * time * patch * patch,),
+            (3 * patch * patch,),
+            (3, patch, patch),
+            (3, time, patch, patch),
+            (2 * patch, 2 * patch, 3),
+        ):
             yield grids(*shape)
     if "image_position_ids" in takes:
+
         def placed(at: int) -> dict[str, torch.Tensor]:
             high, wide = grid(at)
             places = torch.full((1, 32, 2), -1)
@@ -181,7 +234,10 @@ def ways(model: Any) -> Iterator[Callable[[int], dict[str, torch.Tensor]]]:
             "pixel_values": some(1, 16, 3 * patch * patch), "spatial_shapes": torch.tensor([[4, 4]]), "pixel_attention_mask": torch.ones(1, 16, dtype=torch.int64)
         }  # fmt: skip
     if "image_sizes" in takes:
-        yield lambda at: {"pixel_values": some(1, 3, size, size), "image_sizes": torch.tensor([[size, size // (1 + at % 2)]])}
+        yield lambda at: {
+            "pixel_values": some(1, 3, size, size),
+            "image_sizes": torch.tensor([[size, size // (1 + at % 2)]]),
+        }
         yield lambda at: {"pixel_values": some(1, 3, 3, size, size), "image_sizes": torch.tensor([[size, 2 * size]])}
         yield lambda at: {"pixel_values": some(1, 5, 3, size, size), "image_sizes": torch.tensor([[size, size]])}
     yield lambda at: {"pixel_values": some(1, 3, size, size)}
@@ -262,7 +318,9 @@ def tried(model: Any, images: bool) -> tuple[list[dict[str, torch.Tensor]], floa
         try:
             each = documents(model, way)
             if images:
-                others = [one | {"pixel_values": 1 - one["pixel_values"]} if "pixel_values" in one else one for one in each]
+                others = [
+                    one | {"pixel_values": 1 - one["pixel_values"]} if "pixel_values" in one else one for one in each
+                ]
                 with torch.no_grad():
                     if loss(model, others) == loss(model, each):
                         raise ValueError("the model does not read its images")

@@ -56,8 +56,14 @@ MASKED = "masked:"
 TEXTS, IMAGES = "texts:", "images:"
 # Models of images and texts that are in no list of causal models, on text.
 MORE = {"paligemma": "PaliGemmaForConditionalGeneration"}
-CLASSES = {**MORE, **MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, **{MASKED + kind: made for kind, made in MODEL_FOR_MASKED_LM_MAPPING_NAMES.items()}}
-CLASSES |= {f"{of}{kind}": made for of in (TEXTS, IMAGES) for kind, made in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.items()}
+CLASSES = {
+    **MORE,
+    **MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    **{MASKED + kind: made for kind, made in MODEL_FOR_MASKED_LM_MAPPING_NAMES.items()},
+}
+CLASSES |= {
+    f"{of}{kind}": made for of in (TEXTS, IMAGES) for kind, made in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.items()
+}
 
 # Names that configs have for small numbers, where they have them.
 SMALL = {
@@ -77,7 +83,14 @@ SMALL = {
 
 
 # What some models need besides, or instead; None leaves the number out.
-EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1}
+EXPERTS = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 16,
+    "n_group": 1,
+    "topk_group": 1,
+}
 HYBRID = ["linear_attention", "hybrid"] * 2
 MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_expand": 2}
 OWN: dict[str, dict[str, Any]] = {
@@ -178,7 +191,9 @@ def _small(text: Any, decoder: bool = True) -> Any:
     if "kv_lora_rank" in known:
         known["num_key_value_heads"] = known["num_attention_heads"]
     kinds = list(dict.fromkeys(getattr(text, "layer_types", None) or []))
-    if kinds and all(getattr(getattr(type(text), name, None), "fset", True) for name in ("layer_types", "layers_block_type")):
+    if kinds and all(
+        getattr(getattr(type(text), name, None), "fset", True) for name in ("layer_types", "layers_block_type")
+    ):
         known |= {"layer_types": kinds * 2 if len(kinds) == 1 else kinds, "num_hidden_layers": max(2, len(kinds))}
     for name in getattr(type(text), "sub_configs", {}):
         if isinstance(inner := getattr(text, name, None), PreTrainedConfig):
@@ -269,11 +284,20 @@ def _try(kind: str) -> tuple[str, str]:
         error, distance = abs(loss.item() - alone) / abs(alone), models.apart(total, expected)
         cp.close()
         right = error <= 1e-5 and distance <= 1e-4
-        found.append(("right" if right else "WRONG", f"loss {error:.0e}, gradients {distance:.0e}" + ", with blocks of token types" * bool(types)))
+        found.append(
+            (
+                "right" if right else "WRONG",
+                f"loss {error:.0e}, gradients {distance:.0e}" + ", with blocks of token types" * bool(types),
+            )
+        )
     if len(found) == 1 or found[0][0] == "WRONG":
         return found[0]
     (verdict, detail), (other, why) = found
-    return ("WRONG", f"vision='shard': {why}") if other == "WRONG" else (verdict, f"{detail}; shards: {other if other == 'right' else why}")
+    return (
+        ("WRONG", f"vision='shard': {why}")
+        if other == "WRONG"
+        else (verdict, f"{detail}; shards: {other if other == 'right' else why}")
+    )
 
 
 def _refused(kind: str, why: str) -> tuple[str, str]:
@@ -316,7 +340,9 @@ def sweep(kinds: list[str], each: Callable[[str, str, str], None]) -> None:
     others take over."""
     while kinds:
         with tempfile.TemporaryDirectory() as folder:
-            group = threading.Thread(target=processes.start, args=(_tries, RANKS, kinds, folder), kwargs={"seconds": LIMIT * len(kinds)})
+            group = threading.Thread(
+                target=processes.start, args=(_tries, RANKS, kinds, folder), kwargs={"seconds": LIMIT * len(kinds)}
+            )
             group.start()
             done = 0
             while done < len(kinds):
@@ -344,7 +370,14 @@ def main() -> None:
     parser.add_argument("--only", default="", help="names, separated by commas")
     parser.add_argument("--table", type=Path, help="the page whose rows are replaced: transformers_models.md")
     given = parser.parse_args()
-    chosen = given.only.split(",") if given.only else [*sorted({**MORE, **MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}), *(MASKED + kind for kind in sorted(MODEL_FOR_MASKED_LM_MAPPING_NAMES))]
+    chosen = (
+        given.only.split(",")
+        if given.only
+        else [
+            *sorted({**MORE, **MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}),
+            *(MASKED + kind for kind in sorted(MODEL_FOR_MASKED_LM_MAPPING_NAMES)),
+        ]
+    )
     if not given.only:
         chosen += [of + kind for kind in sorted(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES) for of in (TEXTS, IMAGES)]
     rows: list[tuple[str, Any, str, str]] = []
@@ -353,7 +386,10 @@ def main() -> None:
         rows.append((kind, CLASSES[kind], verdict, detail))
         print(f"{len(rows)}/{len(chosen)} {kind}: {verdict}: {detail}", flush=True)
         if given.table:
-            named = [(kind, made if isinstance(made, str) else made[0], verdict, detail) for kind, made, verdict, detail in rows]
+            named = [
+                (kind, made if isinstance(made, str) else made[0], verdict, detail)
+                for kind, made, verdict, detail in rows
+            ]
             given.table.write_text(sweep_table.updated(given.table.read_text(), named, str(datetime.date.today())))
 
     sweep(chosen, each)

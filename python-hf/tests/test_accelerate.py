@@ -51,14 +51,18 @@ def _by_hand(rank: int, world: int, file: str) -> dict[str, float]:
             assert windows and "sliding_attention" in str(error), error
             accelerator._prepare_cp = lambda *args: args
             wrapped, _ = accelerator.prepare(model, optimizer)
-        hooked = [part for part, module in model.named_modules() if module._forward_pre_hooks and part.endswith("self_attn")]
+        hooked = [
+            part for part, module in model.named_modules() if module._forward_pre_hooks and part.endswith("self_attn")
+        ]
         out = wrapped(**models.batch(PACKS[cp.replica]))
         accelerator.backward(out.loss)
         # DDP has the mean over the replicas.
         found[f"{name}: gradients"] = models.apart(models.gradients(model), (expected[0][1] + expected[1][1]) / 2)
         found[f"{name}: loss"] = abs(out.loss.item() / expected[cp.replica][0] - 1)
         found[f"{name}: no hooks of accelerate were there to take"] = float(not hooked and not windows)
-        found[f"{name}: hooks of accelerate are left"] = float(any(module._forward_pre_hooks for part, module in model.named_modules() if part.endswith("self_attn")))
+        found[f"{name}: hooks of accelerate are left"] = float(
+            any(module._forward_pre_hooks for part, module in model.named_modules() if part.endswith("self_attn"))
+        )
         cp.close()
     return found
 
@@ -72,16 +76,27 @@ def _trained(rank: int, world: int, config: bool) -> list[float]:
     groups = ParallelismConfig(cp_size=2, dp_shard_size=2) if config else None
     kind: Any = Trainer
     if world > 1:
-        kind = (ContextParallel(model, mesh=groups.get_device_mesh("cpu")) if groups else ContextParallel(model, replicas=2)).trainer(Trainer)
+        kind = (
+            ContextParallel(model, mesh=groups.get_device_mesh("cpu")) if groups else ContextParallel(model, replicas=2)
+        ).trainer(Trainer)
     with tempfile.TemporaryDirectory() as folder:
         args = TrainingArguments(
             folder, use_cpu=True, max_steps=4, gradient_accumulation_steps=2 if world > 1 else 4, per_device_train_batch_size=3, per_device_eval_batch_size=4 if world > 1 else 8,
             logging_steps=1, report_to=[], disable_tqdm=True, save_strategy="no", seed=5, lr_scheduler_type="constant", optim="sgd", learning_rate=0.1, max_grad_norm=0.0,
             parallelism_config=groups,
         )  # fmt: skip
-        trainer = kind(model=model, args=args, data_collator=DataCollatorWithFlattening(), train_dataset=data, eval_dataset=data[:8])
+        trainer = kind(
+            model=model,
+            args=args,
+            data_collator=DataCollatorWithFlattening(),
+            train_dataset=data,
+            eval_dataset=data[:8],
+        )
         trainer.train()
-        return [*(entry["loss"] for entry in trainer.state.log_history if "loss" in entry), trainer.evaluate()["eval_loss"]]
+        return [
+            *(entry["loss"] for entry in trainer.state.log_history if "loss" in entry),
+            trainer.evaluate()["eval_loss"],
+        ]
 
 
 def _refused(rank: int, world: int) -> str:
@@ -101,7 +116,9 @@ class Accelerate(unittest.TestCase):
     def test_groups_of_an_accelerator(self) -> None:
         with tempfile.TemporaryDirectory() as folder:
             file = str(Path(folder) / "alone")
-            torch.save({name: [models.alone(name, models.batch(pack)) for pack in PACKS] for name in ("llama", "gemma3")}, file)
+            torch.save(
+                {name: [models.alone(name, models.batch(pack)) for pack in PACKS] for name in ("llama", "gemma3")}, file
+            )
             for found in processes.run(_by_hand, 4, file, seconds=200):
                 self.assertLessEqual(max(found.values()), 1e-5, found)
 
@@ -114,7 +131,10 @@ class Accelerate(unittest.TestCase):
 
     def test_another_size_is_refused(self) -> None:
         for said in processes.run(_refused, 4):
-            self.assertIn("InvalidArgument: cp_size of accelerate's ParallelismConfig is 4, and ContextParallel has 2 groups of 2 ranks", said)
+            self.assertIn(
+                "InvalidArgument: cp_size of accelerate's ParallelismConfig is 4, and ContextParallel has 2 groups of 2 ranks",
+                said,
+            )
 
 
 if __name__ == "__main__":

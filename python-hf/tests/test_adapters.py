@@ -26,8 +26,23 @@ from transformers import AutoConfig, AutoModelForCausalLM
 transformers.utils.logging.set_verbosity_error()
 # A document of more than 256 tokens: BLOOM's and MPT's positions are of two numbers from there on.
 LENGTHS = [290, 1, 40, 23]
-WORDS: dict[str, Any] = {"vocab_size": models.WORDS, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "use_cache": False}
-GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4, "n_positions": 320, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+WORDS: dict[str, Any] = {
+    "vocab_size": models.WORDS,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "use_cache": False,
+}
+GPT = {
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "rotary_dim": 4,
+    "n_positions": 320,
+    "attn_pdrop": 0.0,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+}
 MODELS: dict[str, dict[str, Any]] = {
     "gptj": GPT,
     "codegen": GPT,

@@ -37,7 +37,10 @@ class Joined(unittest.TestCase):
     def test_the_example(self) -> None:
         for steps in run(join, 4):
             self.assertEqual({ranks for ranks, _, _ in steps}, {2, 4})
-            self.assertEqual(sorted(i for _, packs, _ in steps for pack in packs for i in pack), list(range(len(joined_groups.LENGTHS))))
+            self.assertEqual(
+                sorted(i for _, packs, _ in steps for pack in packs for i in pack),
+                list(range(len(joined_groups.LENGTHS))),
+            )
             self.assertLess(max(apart for _, _, apart in steps), 1e-5)
 
 

@@ -45,7 +45,9 @@ def _said(call: Callable[[], Any]) -> str:
 def _neo(kind: str) -> Any:
     torch.manual_seed(0)
     more: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4, "n_positions": 320}
-    config = AutoConfig.for_model(kind, vocab_size=models.WORDS, bos_token_id=1, eos_token_id=2, pad_token_id=0, use_cache=False, **more)
+    config = AutoConfig.for_model(
+        kind, vocab_size=models.WORDS, bos_token_id=1, eos_token_id=2, pad_token_id=0, use_cache=False, **more
+    )
     return AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
 
 
@@ -83,13 +85,22 @@ def _changes(rank: int, world: int) -> dict[str, list[str]]:
     def its_forward(model: Any) -> None:
         of_a_layer(model).forward = lambda hidden_states, **_: (hidden_states, None)
 
-
-    case("set_attn_implementation", models.build("llama"), lambda m: m.set_attn_implementation("sdpa"), lambda m: m.set_attn_implementation("cpattn"))
+    case(
+        "set_attn_implementation",
+        models.build("llama"),
+        lambda m: m.set_attn_implementation("sdpa"),
+        lambda m: m.set_attn_implementation("cpattn"),
+    )
     case("config", models.build("llama"), lambda m: field(m, "eager"), lambda m: field(m, "cpattn"))
     case("a layer's config", models.build("llama"), lambda m: its_config(m, "sdpa"), lambda m: its_config(m, "cpattn"))
     case("a layer's forward", models.build("llama"), its_forward, lambda m: vars(of_a_layer(m)).pop("forward"))
     # On one rank only: the others are told.
-    case("rank 0's config", models.build("llama"), lambda m: field(m, "eager") if rank == 0 else None, lambda m: field(m, "cpattn"))
+    case(
+        "rank 0's config",
+        models.build("llama"),
+        lambda m: field(m, "eager") if rank == 0 else None,
+        lambda m: field(m, "cpattn"),
+    )
     gptj = _neo("gptj")
     ours: list[Any] = []
     case(
@@ -111,7 +122,9 @@ HOW: dict[str, dict[str, Any]] = {
 def _classes() -> Any:
     torch.manual_seed(0)
     config = AutoConfig.for_model("llama", **{**models.SMALL, "num_labels": 2})
-    return AutoModelForSequenceClassification.from_config(config, attn_implementation="eager", dtype=torch.float64).eval()
+    return AutoModelForSequenceClassification.from_config(
+        config, attn_implementation="eager", dtype=torch.float64
+    ).eval()
 
 
 def _adapted(model: Any, how: dict[str, Any]) -> Any:
@@ -206,7 +219,11 @@ def _projections(rank: int, world: int) -> dict[str, float]:
                 cp = None if alone else ContextParallel(model, timeout=60)
                 adapted = _adapted(model, {"target_modules": [target]})
                 with torch.no_grad():
-                    losses.append(models.part(adapted, pack).item() / models.count(pack) if cp is None else adapted(**pack).loss.item())
+                    losses.append(
+                        models.part(adapted, pack).item() / models.count(pack)
+                        if cp is None
+                        else adapted(**pack).loss.item()
+                    )
                 if cp is not None:
                     cp.close()
             found[f"{kind}, {target}"] = abs(losses[0] - losses[1]) / losses[0]
@@ -218,10 +235,16 @@ class Changes(unittest.TestCase):
         every = processes.run(_changes, 2, seconds=200)
         for rank, found in enumerate(every):
             for name, words in (
-                ("set_attn_implementation", "Unsupported: the attention of LlamaForCausalLM is 'sdpa' (set_attn_implementation, config._attn_implementation)"),
+                (
+                    "set_attn_implementation",
+                    "Unsupported: the attention of LlamaForCausalLM is 'sdpa' (set_attn_implementation, config._attn_implementation)",
+                ),
                 ("config", "Unsupported: the attention of LlamaForCausalLM is 'eager'"),
                 ("a layer's config", "Unsupported: the attention of LlamaAttention is 'sdpa'"),
-                ("a layer's forward", "Unsupported: the layers of LlamaForCausalLM ran attention 1 times in this pass and 2 times when"),
+                (
+                    "a layer's forward",
+                    "Unsupported: the layers of LlamaForCausalLM ran attention 1 times in this pass and 2 times when",
+                ),
                 ("an adapter", "Unsupported: something has replaced _attn of GPTJAttention"),
                 ("rank 0's config", ("is 'eager'", "ranks [0] of this group refused their inputs")[rank]),
             ):
@@ -247,7 +270,11 @@ class Changes(unittest.TestCase):
                 self.assertIn("compare_weights, dropout, gather, gradients, group, ", found[name])
             for name in ("pickle", "torch.save", "deepcopy"):
                 self.assertIn("Unsupported: a model with a ContextParallel cannot be copied or pickled", found[name])
-            for name, words in (("no token", "input_ids has 1 rows of 0 tokens"), ("no row", "input_ids has 0 rows of 5 tokens"), ("padding alone", "attention_mask leaves")):
+            for name, words in (
+                ("no token", "input_ids has 1 rows of 0 tokens"),
+                ("no row", "input_ids has 0 rows of 5 tokens"),
+                ("padding alone", "attention_mask leaves"),
+            ):
                 self.assertIn(words, found[name])
             self.assertIn("inputs_embeds has 1 rows of 0 tokens", found["no token, embedded"])
             self.assertEqual(found["closed"], "True")

@@ -74,7 +74,14 @@ def _ranks(rank: int, world: int) -> dict[str, Any]:
         loss = model(**pack).loss
         found["loss"], found["alone"], found["rank"] = loss.item(), models.alone("llama", pack)[0], cp.rank
         cp.close()
-    for name, group in (("twice", [1, 1]), ("order", [2, 1, 0]), ("world", [0, 1, 2, 3]), ("empty", []), ("word", ["a"]), ("other", [(rank + 1) % 3])):
+    for name, group in (
+        ("twice", [1, 1]),
+        ("order", [2, 1, 0]),
+        ("world", [0, 1, 2, 3]),
+        ("empty", []),
+        ("word", ["a"]),
+        ("other", [(rank + 1) % 3]),
+    ):
         try:
             cpattn.torch.Context(group, heads=4, head_dim=8)
             found[name] = "not refused"

@@ -48,7 +48,12 @@ PARTS = {"stage": 3, "stage3_param_persistence_threshold": 0}
 
 def config(zero: dict[str, Any]) -> dict[str, Any]:
     """DeepSpeed's gradient_clipping is 1.0 if it is left out."""
-    usual = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0, "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+    usual = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 0.0,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
     return {**usual, "zero_optimization": zero}
 
 
@@ -65,7 +70,9 @@ def adapted(model: Any) -> None:
 def build(name: str) -> Any:
     if name in images.MODELS:
         return images.build(name)
-    return (hybrids.build if name in hybrids.MODELS else models.build if name in models.MODELS else test_gathered._build)(name)
+    return (
+        hybrids.build if name in hybrids.MODELS else models.build if name in models.MODELS else test_gathered._build
+    )(name)
 
 
 def loss_of_one(name: str, model: Any, packs: int) -> tuple[torch.Tensor, list[dict[str, Any]]]:
@@ -126,7 +133,9 @@ def case(name: str, zero: dict[str, Any], options: dict[str, Any], change: Any, 
 
 def full_gradients(model: Any) -> torch.Tensor:
     found = (safe_get_full_grad(parameter) for parameter in model.parameters())
-    return flat(torch.zeros(getattr(p, "ds_shape", p.shape)) if g is None else g for p, g in zip(model.parameters(), found))
+    return flat(
+        torch.zeros(getattr(p, "ds_shape", p.shape)) if g is None else g for p, g in zip(model.parameters(), found)
+    )
 
 
 def _others() -> dict[str, float]:
@@ -150,7 +159,9 @@ def _others() -> dict[str, float]:
     engine.backward(-cp.logprobs(pack, model=engine).log_probs.sum() / models.count(pack))
     found["logprobs"] = models.apart(full_gradients(model), models.gradients(one))
     with cp.off():
-        words = [each.eval().generate(pack["input_ids"][:, :5], max_new_tokens=4, do_sample=False) for each in (model, one)]
+        words = [
+            each.eval().generate(pack["input_ids"][:, :5], max_new_tokens=4, do_sample=False) for each in (model, one)
+        ]
     found["generate"] = float(not torch.equal(*words))
     engine.destroy()
     cp.close()
@@ -173,7 +184,9 @@ def _said(job: Callable[[], Any]) -> str:
 
 
 def engine_of(model: Any, zero: dict[str, Any], **more: Any) -> Any:
-    return deepspeed.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=RATE), config={**config(zero), **more})[0]
+    return deepspeed.initialize(
+        model=model, optimizer=torch.optim.SGD(model.parameters(), lr=RATE), config={**config(zero), **more}
+    )[0]
 
 
 def _refused(rank: int) -> dict[str, str]:
@@ -233,7 +246,9 @@ def _refused(rank: int) -> dict[str, str]:
 
 
 REFUSED = {
-    **dict.fromkeys(("sum, ZeRO-3", "sum, ZeRO-0"), "InvalidArgument: gradients is 'sum', and DeepSpeed takes the mean of gradients"),
+    **dict.fromkeys(
+        ("sum, ZeRO-3", "sum, ZeRO-0"), "InvalidArgument: gradients is 'sum', and DeepSpeed takes the mean of gradients"
+    ),
     "mean": "InvalidArgument: gradients is 'mean', and gradient_allreduce_op of DeepSpeed's config is 'sum'",
     "summed": "Unsupported: gradient_allreduce_op of DeepSpeed's config is 'sum'",
     "shared blocks": "Unsupported: Zamba2HybridLayer shares parameters with another block, whose gradients ZeRO-3 would reduce too early",
@@ -255,7 +270,15 @@ def _all(rank: int, world: int) -> tuple[dict[str, list[float]], dict[str, float
     return {name: case(*one) for name, one in CASES.items()}, _others(), _refused(rank)
 
 
-AUTO = {name: "auto" for name in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size", "gradient_clipping")}
+AUTO = {
+    name: "auto"
+    for name in (
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+        "train_batch_size",
+        "gradient_clipping",
+    )
+}
 
 
 def _trained(rank: int, world: int, folder: str, replicas: int, stage: int | None) -> dict[str, Any]:
@@ -272,8 +295,14 @@ def _trained(rank: int, world: int, folder: str, replicas: int, stage: int | Non
         deepspeed.init_distributed("gloo")
     elif rank == 0:
         models.build("llama").save_pretrained(f"{folder}/model")
-    rows = [{"input_ids": list(range(5, 5 + n)), "labels": list(range(5, 5 + n))} for n in (31, 17, 24, 40, 22, 13, 9, 28, 19, 33, 12, 15)]
-    for kind, kind_of_args, more in ((Trainer, TrainingArguments, {"eval_strategy": "no"}), (SFTTrainer, SFTConfig, {"packing": True, "max_length": 48})):
+    rows = [
+        {"input_ids": list(range(5, 5 + n)), "labels": list(range(5, 5 + n))}
+        for n in (31, 17, 24, 40, 22, 13, 9, 28, 19, 33, 12, 15)
+    ]
+    for kind, kind_of_args, more in (
+        (Trainer, TrainingArguments, {"eval_strategy": "no"}),
+        (SFTTrainer, SFTConfig, {"packing": True, "max_length": 48}),
+    ):
         zero = {**PARTS, "stage3_gather_16bit_weights_on_model_save": True} if stage == 3 else {"stage": stage}
         args: Any = kind_of_args(
             f"{folder}/{kind.__name__}-{world}", use_cpu=True, bf16=False, max_steps=3, gradient_accumulation_steps=2 * (replicas if world == 1 else 1),
@@ -282,27 +311,54 @@ def _trained(rank: int, world: int, folder: str, replicas: int, stage: int | Non
             deepspeed=None if stage is None else {**AUTO, "zero_optimization": zero}, **more,
         )  # fmt: skip
         # The usual way: under ZeRO-3 the arguments have from_pretrained make a model with parameters in parts.
-        model = AutoModelForCausalLM.from_pretrained(f"{folder}/model", attn_implementation="eager", dtype=torch.float32).train()
+        model = AutoModelForCausalLM.from_pretrained(
+            f"{folder}/model", attn_implementation="eager", dtype=torch.float32
+        ).train()
         assert hasattr(next(model.parameters()), "ds_id") == (stage == 3)
         cp = ContextParallel(model, replicas=replicas) if world > 1 else None
         data = Dataset.from_list(rows)
         own: Any = cp.trainer(kind) if cp else kind
-        trainer = own(model=model, args=args, train_dataset=data, eval_dataset=data.select(range(6)), processing_class=models.tokenizer())
+        trainer = own(
+            model=model,
+            args=args,
+            train_dataset=data,
+            eval_dataset=data.select(range(6)),
+            processing_class=models.tokenizer(),
+        )
         trainer.remove_callback(transformers.PrinterCallback)
         trainer.train()
-        evaluated = trainer.evaluate()["eval_loss"] if replicas == 1 else 0.0  # replicas: not that of one process, as under DDP without this
+        evaluated = (
+            trainer.evaluate()["eval_loss"] if replicas == 1 else 0.0
+        )  # replicas: not that of one process, as under DDP without this
         trainer.save_model(f"{folder}/saved-{kind.__name__}-{world}")
         if world > 1:
             dist.barrier()
         unset_hf_deepspeed_config()
-        saved = flat(AutoModelForCausalLM.from_pretrained(f"{folder}/saved-{kind.__name__}-{world}", dtype=torch.float32).parameters())
-        found[kind.__name__] = [(one["loss"], one["grad_norm"]) for one in trainer.state.log_history if "loss" in one], evaluated, saved.numpy()
+        saved = flat(
+            AutoModelForCausalLM.from_pretrained(
+                f"{folder}/saved-{kind.__name__}-{world}", dtype=torch.float32
+            ).parameters()
+        )
+        found[kind.__name__] = (
+            [(one["loss"], one["grad_norm"]) for one in trainer.state.log_history if "loss" in one],
+            evaluated,
+            saved.numpy(),
+        )
         if cp and kind is Trainer:
             AcceleratorState._reset_state(True)
-            args = TrainingArguments(folder, use_cpu=True, deepspeed=args.deepspeed, parallelism_config=ParallelismConfig(sp_backend="deepspeed", sp_size=world))
+            args = TrainingArguments(
+                folder,
+                use_cpu=True,
+                deepspeed=args.deepspeed,
+                parallelism_config=ParallelismConfig(sp_backend="deepspeed", sp_size=world),
+            )
             found["accelerate's"] = _said(lambda: own(model=model, args=args, train_dataset=data))
             AcceleratorState._reset_state(True)
-            args = TrainingArguments(folder, use_cpu=True, deepspeed={**args.deepspeed, "gradient_allreduce_op": "sum", "zero_optimization": {"stage": 2}})
+            args = TrainingArguments(
+                folder,
+                use_cpu=True,
+                deepspeed={**args.deepspeed, "gradient_allreduce_op": "sum", "zero_optimization": {"stage": 2}},
+            )
             found["summed"] = _said(lambda: own(model=model, args=args, train_dataset=data))
             unset_hf_deepspeed_config()
         if cp:
@@ -333,7 +389,9 @@ class DeepSpeed(unittest.TestCase):
                     for name, (logged, evaluated, saved) in one.items():
                         found = several[name]
                         for a, b in zip(found[0], logged, strict=True):
-                            self.assertLess(max(abs(x - y) / y for x, y in zip(a, b, strict=True)), 2e-6, (name, found[0], logged))
+                            self.assertLess(
+                                max(abs(x - y) / y for x, y in zip(a, b, strict=True)), 2e-6, (name, found[0], logged)
+                            )
                         self.assertLessEqual(abs(found[1] - evaluated), 1e-6 * evaluated, name)
                         self.assertLess(models.apart(torch.tensor(found[2]), torch.tensor(saved)), 1e-7, name)
 

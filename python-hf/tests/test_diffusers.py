@@ -77,7 +77,10 @@ def gradients(model: Any, inputs: Any) -> list[torch.Tensor]:
 def distance_of(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
     """In units of the largest of a parameter, or of a hundredth of the largest of all: smaller ones are sums that cancel."""
     most = max(one.abs().max().item() for one in expected)
-    return max(((a - b).abs().max() / b.abs().max().clamp_min(1e-2 * most)).item() for a, b in zip(found, expected, strict=True))
+    return max(
+        ((a - b).abs().max() / b.abs().max().clamp_min(1e-2 * most)).item()
+        for a, b in zip(found, expected, strict=True)
+    )
 
 
 def _gradients(rank: int, world: int, file: str, cases: list[str]) -> list[str]:
@@ -108,7 +111,14 @@ def add_lora(model: Any) -> None:
     from peft import LoraConfig
 
     torch.manual_seed(3)
-    model.add_adapter(LoraConfig(r=2, lora_alpha=4, init_lora_weights=False, target_modules=["to_q", "to_k", "to_v", "proj_out", "x_embedder"]))
+    model.add_adapter(
+        LoraConfig(
+            r=2,
+            lora_alpha=4,
+            init_lora_weights=False,
+            target_modules=["to_q", "to_k", "to_v", "proj_out", "x_embedder"],
+        )
+    )
 
 
 def adapted() -> tuple[Any, Any]:
@@ -176,14 +186,21 @@ def _wrapped(rank: int, world: int) -> list[str]:
         for case in ("Flux", "LTX"):
             model, inputs = diffusion_cases.build(case)
             exact = diffusion_cases.results(model(**inputs))
-            few = {name: one.bfloat16() if name.endswith("hidden_states") or name == "pooled_projections" else one for name, one in inputs.items()}
+            few = {
+                name: one.bfloat16() if name.endswith("hidden_states") or name == "pooled_projections" else one
+                for name, one in inputs.items()
+            }
             for what, run in {
                 "autocast": lambda model=model, inputs=inputs: under_autocast(model, inputs),
                 "bfloat16": lambda model=model, few=few: model.bfloat16()(**few),
             }.items():
                 bound = 1.5 * diffusion_cases.apart([one.float() for one in diffusion_cases.results(run())], exact)
                 cp = ContextParallel(model, timeout=60)
-                check(f"{what}, {case}", diffusion_cases.apart([one.float() for one in diffusion_cases.results(run())], exact), bound)
+                check(
+                    f"{what}, {case}",
+                    diffusion_cases.apart([one.float() for one in diffusion_cases.results(run())], exact),
+                    bound,
+                )
                 cp.close()
     return wrong
 
@@ -197,7 +214,9 @@ def _pipeline(rank: int, world: int) -> float:
     """A pipeline around the model, two steps with true guidance: how far its latents are from those of one process."""
     transformer, _ = diffusion_cases.build("Flux")
     torch.manual_seed(2)
-    vae = diffusers.AutoencoderKL(block_out_channels=(4,), in_channels=3, out_channels=3, latent_channels=1, norm_num_groups=1)
+    vae = diffusers.AutoencoderKL(
+        block_out_channels=(4,), in_channels=3, out_channels=3, latent_channels=1, norm_num_groups=1
+    )
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
     pipe = diffusers.FluxPipeline(scheduler, vae, None, None, None, None, transformer)
     pipe.set_progress_bar_config(disable=True)
@@ -206,7 +225,15 @@ def _pipeline(rank: int, world: int) -> float:
 
     def latents() -> torch.Tensor:
         draw = torch.Generator().manual_seed(4)
-        found: torch.Tensor = pipe(height=10, width=14, num_inference_steps=2, true_cfg_scale=2.0, generator=draw, output_type="latent", **words).images
+        found: torch.Tensor = pipe(
+            height=10,
+            width=14,
+            num_inference_steps=2,
+            true_cfg_scale=2.0,
+            generator=draw,
+            output_type="latent",
+            **words,
+        ).images
         return found
 
     expected = latents()
@@ -231,7 +258,11 @@ class Models(unittest.TestCase):
         self.assertIn("3 ranks, 4 steps: the result of one process", done.stdout)
 
     def test_gradients_of_one_process(self) -> None:
-        cases = [case for case in diffusion_cases.CASES if processes.LONG or "," not in case or "masks" in case or "tokens" in case]
+        cases = [
+            case
+            for case in diffusion_cases.CASES
+            if processes.LONG or "," not in case or "masks" in case or "tokens" in case
+        ]
         with tempfile.TemporaryDirectory() as folder:
             file = str(Path(folder) / "alone")
             torch.set_num_threads(1)

@@ -49,21 +49,34 @@ def _attention(rank: int, world: int) -> list[str]:
     }  # fmt: skip
     for name, mask in masks.items():
         of_q = [1, 4, 2] if "queries" in name else [0, 5, 2]
-        whole = [torch.randn(shape, dtype=torch.float64).requires_grad_() for shape in ((3, 7, 6, 16), (3, 7, 2, 16), (3, 7, 2, 24))]
+        whole = [
+            torch.randn(shape, dtype=torch.float64).requires_grad_()
+            for shape in ((3, 7, 6, 16), (3, 7, 2, 16), (3, 7, 2, 24))
+        ]
         wide = mask[:, None, None] if mask is not None and mask.ndim == 2 else mask
-        expected = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in whole), wide, scale=0.3, enable_gqa=True).transpose(1, 2)
+        expected = torch.nn.functional.scaled_dot_product_attention(
+            *(x.transpose(1, 2) for x in whole), wide, scale=0.3, enable_gqa=True
+        ).transpose(1, 2)
         weights = torch.randn_like(expected)
         exact = torch.autograd.grad((expected * weights).sum(), whole)
         at_q, at_k = sum(of_q[:rank]), sum(of_k[:rank])
-        mine = [x.detach()[:, at : at + many[rank]].clone().requires_grad_() for x, at, many in zip(whole, (at_q, at_k, at_k), (of_q, of_k, of_k), strict=True)]
+        mine = [
+            x.detach()[:, at : at + many[rank]].clone().requires_grad_()
+            for x, at, many in zip(whole, (at_q, at_k, at_k), (of_q, of_k, of_k), strict=True)
+        ]
         own = None if mask is None else mask[..., at_k : at_k + of_k[rank]]
         if own is not None and own.ndim == 4 and own.shape[2] > 1:
             own = own[:, :, at_q : at_q + of_q[rank]]
         processor = model.transformer_blocks[0].attn.processor
         settings, chosen = processor._parallel_config, processor._attention_backend
-        o = dispatch_attention_fn(*mine, attn_mask=own, scale=0.3, enable_gqa=True, backend=chosen, parallel_config=settings)
+        o = dispatch_attention_fn(
+            *mine, attn_mask=own, scale=0.3, enable_gqa=True, backend=chosen, parallel_config=settings
+        )
         gradients_ = torch.autograd.grad((o * weights[:, at_q : at_q + of_q[rank]]).sum(), mine)
-        parts = [(o, expected, at_q), *((a, b, at) for a, b, at in zip(gradients_, exact, (at_q, at_k, at_k), strict=True))]
+        parts = [
+            (o, expected, at_q),
+            *((a, b, at) for a, b, at in zip(gradients_, exact, (at_q, at_k, at_k), strict=True)),
+        ]
         for what, (found, all_, at) in zip(("o", "dq", "dk", "dv"), parts, strict=True):
             distance = (found - all_[:, at : at + found.shape[1]]).abs().amax().item() if found.numel() else 0.0
             if not distance <= 1e-12 or found.shape[1] != (of_q if what in ("o", "dq") else of_k)[rank]:
@@ -100,8 +113,18 @@ def _refusals(rank: int, world: int) -> list[str]:
     shape = (1, 77, 4)
     other = torch.randn(shape, generator=torch.Generator().manual_seed(rank))
     check("other inputs", Disagreement, "differ from those of rank 0", lambda: flux(hidden_states=other))
-    check("other shapes", Disagreement, "differ from those of rank 0", lambda: flux(encoder_hidden_states=torch.zeros(1, 7 + rank, 24), txt_ids=torch.zeros(7 + rank, 3)))
-    check("of one rank", Unsupported if rank else InvalidArgument, "unknown has tensors" if rank else "ranks [1] of this group refused", lambda: flux(**({"unknown": other} if rank else {})))
+    check(
+        "other shapes",
+        Disagreement,
+        "differ from those of rank 0",
+        lambda: flux(encoder_hidden_states=torch.zeros(1, 7 + rank, 24), txt_ids=torch.zeros(7 + rank, 3)),
+    )
+    check(
+        "of one rank",
+        Unsupported if rank else InvalidArgument,
+        "unknown has tensors" if rank else "ranks [1] of this group refused",
+        lambda: flux(**({"unknown": other} if rank else {})),
+    )
     check("dims", Unsupported, "img_ids has the shape (1, 77, 3)", lambda: flux(img_ids=torch.zeros(1, 77, 3)))
     flux()
     cp.model.enable_cache(diffusers.FirstBlockCacheConfig(threshold=0.1))
@@ -136,7 +159,9 @@ def _refusals(rank: int, world: int) -> list[str]:
         with torch.no_grad():
             expected = diffusion_cases.results(model(**inputs))
             cp, call = made(case)
-            cp.model.enable_group_offload(onload_device=torch.device("cpu"), offload_type="block_level", num_blocks_per_group=1)
+            cp.model.enable_group_offload(
+                onload_device=torch.device("cpu"), offload_type="block_level", num_blocks_per_group=1
+            )
             cp.model.enable_layerwise_casting(storage_dtype=torch.float64, compute_dtype=torch.float32)
             if not (far := diffusion_cases.apart(diffusion_cases.results(call()), expected)) <= BOUND:
                 wrong.append(f"offloading {case}: {far:.1e}")
@@ -149,15 +174,27 @@ def _refusals(rank: int, world: int) -> list[str]:
     check("kv_cache_mode", Unsupported, "kv_cache_mode", lambda: flux2(kv_cache_mode="extract", num_ref_tokens=3))
     cp.close()
     cp, ltx2 = made("LTX2")
-    check("pairs", Unsupported, "video_self_attention_mask", lambda: ltx2(video_self_attention_mask=torch.ones(2, 49, 49)))
+    check(
+        "pairs", Unsupported, "video_self_attention_mask", lambda: ltx2(video_self_attention_mask=torch.ones(2, 49, 49))
+    )
     check("weights", Unsupported, "weighs keys", lambda: ltx2(encoder_attention_mask=torch.full((2, 7), 0.5)))
     check("all keys", Unsupported, "hides all keys", lambda: ltx2(encoder_attention_mask=torch.zeros(2, 7)))
     cp.close()
     cp, qwen = made("QwenImage")
-    apply_layer_skip(cp.model, LayerSkipConfig(indices=[0], fqn="transformer_blocks", skip_attention=False, skip_attention_scores=True, skip_ff=False))
+    apply_layer_skip(
+        cp.model,
+        LayerSkipConfig(
+            indices=[0], fqn="transformer_blocks", skip_attention=False, skip_attention_scores=True, skip_ff=False
+        ),
+    )
     check("skipped scores", Unsupported, "transformer_blocks.0.attn has the hook layer_skip_hook", qwen)
     HookRegistry.check_if_exists_or_initialize(cp.model).remove_hook("layer_skip_hook", recurse=True)
-    check("ControlNet of one row", Unsupported, "controlnet_block_samples has the shape (15, 48)", lambda: qwen(controlnet_block_samples=[torch.zeros(15, 48)]))
+    check(
+        "ControlNet of one row",
+        Unsupported,
+        "controlnet_block_samples has the shape (15, 48)",
+        lambda: qwen(controlnet_block_samples=[torch.zeros(15, 48)]),
+    )
     cp.close()
 
     def make(model: Any, **options: Any) -> None:
@@ -173,8 +210,18 @@ def _refusals(rank: int, world: int) -> list[str]:
     how: dict[str, Any] = {"backend": processor._attention_backend, "parallel_config": processor._parallel_config}
     check("dropout", Unsupported, "dropout_p is 0.1", lambda: dispatch_attention_fn(*qkv, dropout_p=0.1, **how))
     check("causal", Unsupported, "is_causal is True", lambda: dispatch_attention_fn(*qkv, is_causal=True, **how))
-    check("mask of pairs", Unsupported, "differs between queries", lambda: dispatch_attention_fn(*qkv, attn_mask=torch.ones(3, 3).tril().bool(), **how))
-    check("mask of others", Unsupported, "attn_mask has the shape (1, 1, 1, 5)", lambda: dispatch_attention_fn(*qkv, attn_mask=torch.ones(1, 1, 1, 5).bool(), **how))
+    check(
+        "mask of pairs",
+        Unsupported,
+        "differs between queries",
+        lambda: dispatch_attention_fn(*qkv, attn_mask=torch.ones(3, 3).tril().bool(), **how),
+    )
+    check(
+        "mask of others",
+        Unsupported,
+        "attn_mask has the shape (1, 1, 1, 5)",
+        lambda: dispatch_attention_fn(*qkv, attn_mask=torch.ones(1, 1, 1, 5).bool(), **how),
+    )
     twice.close()
     flux_model._parallel_config = "another"
     check("Diffusers' own", Unsupported, "enable_parallelism was called", lambda: make(flux_model))
@@ -189,23 +236,52 @@ def _refusals(rank: int, world: int) -> list[str]:
     with torch.no_grad():
         wan.proj_out.bias[3] -= rank
     check("compare_weights", InvalidArgument, "compare_weights is 'no'", lambda: make(wan, compare_weights="no"))
-    check("options of one rank", InvalidArgument, "arguments of ContextParallel" if rank else "gradients", lambda: make(wan, gradients="mean" if rank else "other"))
+    check(
+        "options of one rank",
+        InvalidArgument,
+        "arguments of ContextParallel" if rank else "gradients",
+        lambda: make(wan, gradients="mean" if rank else "other"),
+    )
     check("other options", Disagreement, "gradients", lambda: make(wan, gradients="sum" if rank else "mean"))
     cp, ltx = made("LTX")
-    check("one word", Unsupported, "encoder_hidden_states has 1 tokens", lambda: ltx(encoder_hidden_states=torch.zeros(2, 1, 16), encoder_attention_mask=torch.ones(2, 1)))
+    check(
+        "one word",
+        Unsupported,
+        "encoder_hidden_states has 1 tokens",
+        lambda: ltx(encoder_hidden_states=torch.zeros(2, 1, 16), encoder_attention_mask=torch.ones(2, 1)),
+    )
     cp.close()
     cp, flux = made("Flux")
-    check("one token", Unsupported, "hidden_states has 1 tokens", lambda: flux(hidden_states=torch.zeros(1, 1, 4), img_ids=torch.zeros(1, 3)))
+    check(
+        "one token",
+        Unsupported,
+        "hidden_states has 1 tokens",
+        lambda: flux(hidden_states=torch.zeros(1, 1, 4), img_ids=torch.zeros(1, 3)),
+    )
     cp.close()
     check("ulysses", InvalidArgument, "ulysses", lambda: make(wan, ulysses=5))
     check("window", InvalidArgument, "window_left is no argument of ContextParallel", lambda: make(wan, window_left=5))
     check("parts of the group", InvalidArgument, "all are needed", lambda: make(wan, ulysses=1, ring=1))
     check("plan", InvalidArgument, "has no module there", lambda: make(wan, plan={"there": diffusion_cases.rows_of(1)}))
-    check("argument of plan", InvalidArgument, "names rows", lambda: make(wan, plan={"blocks.0": {"rows": wan._cp_plan["blocks.0"]["hidden_states"]}}))
-    check("history", Unsupported, "is_amplify_history", lambda: make(diffusion_cases._helios(is_amplify_history=True)[0]))
-    dit = diffusers.DiTTransformer2DModel(num_attention_heads=2, attention_head_dim=8, in_channels=4, num_layers=1, sample_size=8, norm_num_groups=1)
+    check(
+        "argument of plan",
+        InvalidArgument,
+        "names rows",
+        lambda: make(wan, plan={"blocks.0": {"rows": wan._cp_plan["blocks.0"]["hidden_states"]}}),
+    )
+    check(
+        "history", Unsupported, "is_amplify_history", lambda: make(diffusion_cases._helios(is_amplify_history=True)[0])
+    )
+    dit = diffusers.DiTTransformer2DModel(
+        num_attention_heads=2, attention_head_dim=8, in_channels=4, num_layers=1, sample_size=8, norm_num_groups=1
+    )
     check("no plan", Unsupported, "DiTTransformer2DModel has no _cp_plan", lambda: make(dit))
-    check("processor", Unsupported, "has the processor AttnProcessor2_0", lambda: make(dit, plan={"": diffusion_cases.rows_of(1)}))
+    check(
+        "processor",
+        Unsupported,
+        "has the processor AttnProcessor2_0",
+        lambda: make(dit, plan={"": diffusion_cases.rows_of(1)}),
+    )
     return wrong
 
 
@@ -255,10 +331,18 @@ def _groups(rank: int, world: int) -> list[float]:
         with torch.no_grad():
             expected = diffusion_cases.results(model(**inputs))
             cp = ContextParallel(model, group=group, timeout=60)
-            seen = {name: module.processor._attention_backend.value for name, module in model.named_modules() if hasattr(module, "processor")}
+            seen = {
+                name: module.processor._attention_backend.value
+                for name, module in model.named_modules()
+                if hasattr(module, "processor")
+            }
             far.append(diffusion_cases.apart(diffusion_cases.results(model(**inputs)), expected))
             cp.close()
-        again = {name: module.processor._attention_backend.value for name, module in model.named_modules() if hasattr(module, "processor")}
+        again = {
+            name: module.processor._attention_backend.value
+            for name, module in model.named_modules()
+            if hasattr(module, "processor")
+        }
         assert set(seen.values()) == {"cpattn__native_math"} and set(again.values()) == {"_native_math"}, (seen, again)
     return far
 
@@ -298,7 +382,10 @@ def _off(rank: int, world: int) -> bool:
             cp.close()
         closed = diffusion_cases.results(model(**inputs))
         ContextParallel(model, timeout=60).close()
-    return all(map(torch.equal, [*before, *closed], [*expected, *expected])) and 0 < diffusion_cases.apart(after, expected) <= BOUND
+    return (
+        all(map(torch.equal, [*before, *closed], [*expected, *expected]))
+        and 0 < diffusion_cases.apart(after, expected) <= BOUND
+    )
 
 
 class Calls(unittest.TestCase):

@@ -39,7 +39,10 @@ def error_of(job: Any) -> Exception | None:
 def lacking(model: Any, *names: str) -> dict[str, Any]:
     """The plan of a model without some inputs, which then stay whole on each rank."""
     plan = model._cp_plan or diffusers.FluxTransformer2DModel._cp_plan
-    return {key: {name: how for name, how in given.items() if name not in names} if isinstance(given, dict) else given for key, given in plan.items()}
+    return {
+        key: {name: how for name, how in given.items() if name not in names} if isinstance(given, dict) else given
+        for key, given in plan.items()
+    }
 
 
 def _whole_texts(rank: int, world: int) -> list[str]:
@@ -64,7 +67,9 @@ def _whole_texts(rank: int, world: int) -> list[str]:
     cp.close()
     # Results that are not gathered.
     model, inputs = diffusion_cases.build("Flux")
-    cp = ContextParallel(model, timeout=60, plan={key: given for key, given in model._cp_plan.items() if key != "proj_out"})
+    cp = ContextParallel(
+        model, timeout=60, plan={key: given for key, given in model._cp_plan.items() if key != "proj_out"}
+    )
     error = error_of(lambda: model(**inputs))
     if not isinstance(error, Unsupported) or "(1, 77, 4)" not in str(error) or "gather all outputs" not in str(error):
         wrong.append(f"not gathered: {error!r}")
@@ -76,7 +81,9 @@ class _Own(FluxAttnProcessor):  # type: ignore[misc]
     """A processor that computes attention itself, of the tokens of one rank."""
 
     def __call__(self, attn: Any, hidden_states: Any, *_: Any, **__: Any) -> Any:
-        return F.scaled_dot_product_attention(hidden_states[:, None], hidden_states[:, None], hidden_states[:, None])[:, 0]
+        return F.scaled_dot_product_attention(hidden_states[:, None], hidden_states[:, None], hidden_states[:, None])[
+            :, 0
+        ]
 
 
 def _processors(rank: int, world: int) -> list[str]:
@@ -97,7 +104,9 @@ def _processors(rank: int, world: int) -> list[str]:
     model, inputs = diffusion_cases.build("Flux")
     if rank:
         model.single_transformer_blocks[1].attn.set_processor(_Own())
-    if not isinstance(error := error_of(lambda: ContextParallel(model, timeout=60)), Disagreement) or "processors" not in str(error):
+    if not isinstance(
+        error := error_of(lambda: ContextParallel(model, timeout=60)), Disagreement
+    ) or "processors" not in str(error):
         wrong.append(f"a processor of one rank: {error!r}")
     return wrong
 
@@ -125,10 +134,19 @@ def _by_hand(rank: int, world: int) -> list[str]:
         wrong.append(f"other inputs: {error!r}")
     hook = model.register_forward_pre_hook(lambda *_: 1 // 0 if rank and cp.attention is None else None)
     error = error_of(lambda: cp.check(**inputs))
-    if not isinstance(error, ZeroDivisionError if rank else InvalidArgument) or (not rank and "refused their check" not in str(error)):
+    if not isinstance(error, ZeroDivisionError if rank else InvalidArgument) or (
+        not rank and "refused their check" not in str(error)
+    ):
         wrong.append(f"a rank that fails alone: {error!r}")
     hook.remove()
-    cp.check(*inputs.values()) if list(inputs) == ["hidden_states", "encoder_hidden_states", "pooled_projections", "timestep", "img_ids", "txt_ids"] else None
+    cp.check(*inputs.values()) if list(inputs) == [
+        "hidden_states",
+        "encoder_hidden_states",
+        "pooled_projections",
+        "timestep",
+        "img_ids",
+        "txt_ids",
+    ] else None
     with torch.no_grad():
         model.proj_out.weight += rank  # other weights
     error = error_of(lambda: cp.check(**inputs))
@@ -153,8 +171,17 @@ def _once(rank: int, world: int) -> list[int]:
         model.register_forward_hook(count)
         cp = ContextParallel(model, timeout=60, plan=model._cp_plan)
         with torch.no_grad():
-            short = {**inputs, "encoder_hidden_states": inputs["encoder_hidden_states"][:, :3], "txt_ids": inputs["txt_ids"][:3]}
-            for job in (lambda: cp.check(**short), lambda: call(**inputs), lambda: call(**short), lambda: call(**inputs, guidance=None)):
+            short = {
+                **inputs,
+                "encoder_hidden_states": inputs["encoder_hidden_states"][:, :3],
+                "txt_ids": inputs["txt_ids"][:3],
+            }
+            for job in (
+                lambda: cp.check(**short),
+                lambda: call(**inputs),
+                lambda: call(**short),
+                lambda: call(**inputs, guidance=None),
+            ):
                 calls = 0
                 job()
                 found.append(calls)
@@ -179,7 +206,13 @@ def _once(rank: int, world: int) -> list[int]:
 def _steps(rank: int, world: int) -> list[list[float]]:
     """Losses of SGD under fully_shard, made in each order, with an optimizer that is made after a check: those of one process."""
     found = []
-    for order in ("alone", "sharded, over the ranks, check", "over the ranks, sharded", "sharded, over the ranks", "over the ranks, sharded, check"):
+    for order in (
+        "alone",
+        "sharded, over the ranks, check",
+        "over the ranks, sharded",
+        "sharded, over the ranks",
+        "over the ranks, sharded, check",
+    ):
         model, inputs = diffusion_cases.build("Flux")
         target = torch.randn(1, 77, 4, generator=torch.Generator().manual_seed(1))
 

@@ -40,7 +40,10 @@ def inputs() -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
     cases: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         "positions alone": (far, far),
         "seq_idx": ({**apart, "seq_idx": numbers}, packed),
-        "seq_idx, positions that go on": ({**apart, "seq_idx": numbers, "position_ids": torch.arange(LENGTH)[None]}, packed),
+        "seq_idx, positions that go on": (
+            {**apart, "seq_idx": numbers, "position_ids": torch.arange(LENGTH)[None]},
+            packed,
+        ),
         "cu_seq_lens_k": ({**apart, "cu_seq_lens_k": ENDS}, packed),
     }
     for name, positions in (
@@ -50,7 +53,10 @@ def inputs() -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
     ):
         one = {**plain, "attention_mask": mask, "position_ids": positions}
         cases[f"mask, {name}"] = (one, one)
-        cases[f"cu_seqlens, {name}"] = ({**plain, "cu_seqlens": torch.tensor([0, LENGTH]), "position_ids": positions}, one)
+        cases[f"cu_seqlens, {name}"] = (
+            {**plain, "cu_seqlens": torch.tensor([0, LENGTH]), "position_ids": positions},
+            one,
+        )
     return cases
 
 
@@ -89,13 +95,22 @@ class Documents(unittest.TestCase):
 
     def test_what_is_said_twice(self) -> None:
         ids = torch.ones(1, 6, dtype=torch.int64)
-        self.assertEqual(pack({"input_ids": ids, "cu_seqlens": [0, 2, 6], "cu_seq_lens_q": torch.tensor([0, 2, 6])}).cu_seqlens, (0, 2, 6))
-        with self.assertRaisesRegex(InvalidArgument, r"cu_seq_lens_k is \[0, 3, 6\] and cu_seqlens is \[0, 2, 6\]: give one"):
+        self.assertEqual(
+            pack({"input_ids": ids, "cu_seqlens": [0, 2, 6], "cu_seq_lens_q": torch.tensor([0, 2, 6])}).cu_seqlens,
+            (0, 2, 6),
+        )
+        with self.assertRaisesRegex(
+            InvalidArgument, r"cu_seq_lens_k is \[0, 3, 6\] and cu_seqlens is \[0, 2, 6\]: give one"
+        ):
             pack({"input_ids": ids, "cu_seqlens": [0, 2, 6], "cu_seq_lens_k": [0, 3, 6]})
         with self.assertRaisesRegex(InvalidArgument, r"seq_idx has the shape \(1, 5\), \(1, 6\) is needed"):
             pack({"input_ids": ids, "seq_idx": ids[:, 1:]})
         # A mask may number documents, and seq_idx may divide them further.
-        numbered = {"input_ids": ids, "attention_mask": torch.tensor([[1, 1, 1, 2, 2, 0]]), "seq_idx": torch.tensor([[0, 0, 1, 1, 1, 1]])}
+        numbered = {
+            "input_ids": ids,
+            "attention_mask": torch.tensor([[1, 1, 1, 2, 2, 0]]),
+            "seq_idx": torch.tensor([[0, 0, 1, 1, 1, 1]]),
+        }
         self.assertEqual(pack(numbered).cu_seqlens, (0, 2, 3, 5))
 
 

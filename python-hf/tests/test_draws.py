@@ -63,7 +63,9 @@ def _masks(rank: int, world: int) -> dict[str, Any]:
         if kind != "plain":
             models.checkpointing(model, kind == "reentrant")
         if kind == "reentrant":
-            model.get_input_embeddings().register_forward_hook(lambda *given: given[-1].requires_grad_() if given[-1].is_leaf else None)
+            model.get_input_embeddings().register_forward_hook(
+                lambda *given: given[-1].requires_grad_() if given[-1].is_leaf else None
+            )
         set_seed(5)
         loss = model(**pack).loss
         after = torch.get_rng_state()
@@ -79,7 +81,10 @@ def _masks(rank: int, world: int) -> dict[str, Any]:
             expected.backward()
             total = models.gradients(model)
             dist.all_reduce(total)
-            found["as one process"] = (abs(loss.item() / expected.item() - 1), models.apart(total, models.gradients(alone)))
+            found["as one process"] = (
+                abs(loss.item() / expected.item() - 1),
+                models.apart(total, models.gradients(alone)),
+            )
             found["masks"] = [mask[0].numpy() for mask in masks.found]
         found[f"{kind}: state"] = after.numpy()
         cp.close()
@@ -100,7 +105,10 @@ def _masks(rank: int, world: int) -> dict[str, Any]:
         set_seed(5)
         model(**pack)
     passes = [torch.cat([mask.flatten() for mask in masks.found[n * 5 : n * 5 + 5]]) for n in range(3)]
-    found["another pass"], found["the same pass"] = bool((passes[0] == passes[1]).all()), bool((passes[0] == passes[2]).all())
+    found["another pass"], found["the same pass"] = (
+        bool((passes[0] == passes[1]).all()),
+        bool((passes[0] == passes[2]).all()),
+    )
     found["noise"] = noise[0].numpy()
     hook.remove()
     state = torch.get_rng_state()
@@ -132,8 +140,12 @@ def _collator(rank: int, world: int) -> list[float]:
     cp = ContextParallel(model)
     tokenizer = models.tokenizer()
     tokenizer.mask_token = tokenizer.eos_token
-    collator = transformers.DataCollatorForLanguageModeling(tokenizer, mlm=True, mlm_probability=0.5, random_replace_prob=0.2)
-    losses = [model(**collator([{"input_ids": list(range(3, 16))}, {"input_ids": [7, 8, 9]}])).loss.item() for _ in range(4)]
+    collator = transformers.DataCollatorForLanguageModeling(
+        tokenizer, mlm=True, mlm_probability=0.5, random_replace_prob=0.2
+    )
+    losses = [
+        model(**collator([{"input_ids": list(range(3, 16))}, {"input_ids": [7, 8, 9]}])).loss.item() for _ in range(4)
+    ]
     cp.close()
     return losses
 
@@ -153,7 +165,15 @@ def _lora(rank: int, world: int) -> list[Any]:
 
 
 def _layers(rank: int, world: int) -> str:
-    config = OPTConfig(vocab_size=96, hidden_size=32, ffn_dim=32, num_hidden_layers=1, num_attention_heads=4, attention_dropout=0.0, layerdrop=0.1)
+    config = OPTConfig(
+        vocab_size=96,
+        hidden_size=32,
+        ffn_dim=32,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        attention_dropout=0.0,
+        layerdrop=0.1,
+    )
     try:
         ContextParallel(AutoModelForCausalLM.from_config(config))
     except Unsupported as error:
@@ -171,7 +191,9 @@ class Draws(unittest.TestCase):
                 for other in masks[:a]:
                     rows = min(len(mine[call]), len(other[call]))
                     agree, usual = float((mine[call][:rows] == other[call][:rows]).mean()), P**2 + (1 - P) ** 2
-                    self.assertLessEqual(abs(agree - usual), 5 * (usual * (1 - usual) / mine[call][:rows].size) ** 0.5, f"call {call}")
+                    self.assertLessEqual(
+                        abs(agree - usual), 5 * (usual * (1 - usual) / mine[call][:rows].size) ** 0.5, f"call {call}"
+                    )
 
     def test_each_rank_has_masks_of_its_own(self) -> None:
         found = processes.run(_masks, 4)

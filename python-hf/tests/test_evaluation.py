@@ -90,7 +90,9 @@ def _evaluated(rank: int, world: int, sft: bool) -> dict[str, Any]:
             args, more = TrainingArguments(folder, **OPTIONS), {"eval_dataset": data}
             more["data_collator"] = transformers.DataCollatorForLanguageModeling(models.tokenizer(), mlm=False)
         for function in FUNCTIONS[:1] if sft else FUNCTIONS:
-            trainer = kind(model=model, args=args, compute_metrics=metrics, preprocess_logits_for_metrics=function, **more)
+            trainer = kind(
+                model=model, args=args, compute_metrics=metrics, preprocess_logits_for_metrics=function, **more
+            )
             shapes.clear()
             said = trainer.evaluate()
             found[function.__name__] = [said["eval_loss"], *(said[name] for name in sorted(said) if "part" in name)]
@@ -104,13 +106,17 @@ def _evaluated(rank: int, world: int, sft: bool) -> dict[str, Any]:
         class Step(Trainer):
             """With a prediction step of its own, which reads the logits of all tokens."""
 
-            def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
+            def prediction_step(
+                self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
+            ) -> Any:
                 with torch.no_grad():
                     loss, out = self.compute_loss(model, inputs, return_outputs=True)
                 return loss, out["logits"].argmax(-1), inputs["labels"]
 
         if not sft:
-            said = (cp.trainer(Step) if cp else Step)(model=model, args=args, compute_metrics=metrics, **more).evaluate()
+            said = (cp.trainer(Step) if cp else Step)(
+                model=model, args=args, compute_metrics=metrics, **more
+            ).evaluate()
             found["own step"] = [said["eval_loss"], said["eval_part 0"]]
     return found
 
@@ -138,7 +144,9 @@ def _sent(rank: int, world: int, replicas: int, send: bool) -> Any:
     kind = Trainer if cp is None else cp.trainer(Trainer, send_batches=send)
     crops = Crops(0 if cp is None else rank if replicas == 1 else 0 if rank == 0 else 7)
     with tempfile.TemporaryDirectory() as folder:
-        args = TrainingArguments(folder, max_steps=3, per_device_train_batch_size=2, gradient_accumulation_steps=2, **OPTIONS)
+        args = TrainingArguments(
+            folder, max_steps=3, per_device_train_batch_size=2, gradient_accumulation_steps=2, **OPTIONS
+        )
         trainer = kind(model=model, args=args, train_dataset=crops, eval_dataset=crops)
         try:
             trainer.train()

@@ -22,7 +22,12 @@ def importing(package: str, name: str, version: str) -> str:
         (Path(folder) / f"{name}.py").write_text(f"__version__ = {version!r}\n")
         path = os.pathsep.join([folder, *filter(None, sys.path)])
         done = subprocess.run(
-            [sys.executable, "-c", f"import cpattn_hf.{package}"], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=240, check=False
+            [sys.executable, "-c", f"import cpattn_hf.{package}"],
+            env={**os.environ, "PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
         )
     return done.stderr.strip().splitlines()[-1]
 
@@ -34,7 +39,8 @@ class Floors(unittest.TestCase):
         ):  # fmt: skip
             oldest = OLDEST[package][name]
             self.assertEqual(
-                importing(package, name, version), f"ImportError: {name} is {version}, and cpattn_hf.{package} needs {oldest} or later: pip install --upgrade '{name}>={oldest}'"
+                importing(package, name, version),
+                f"ImportError: {name} is {version}, and cpattn_hf.{package} needs {oldest} or later: pip install --upgrade '{name}>={oldest}'",
             )
 
     def test_the_oldest_one_is_taken(self) -> None:

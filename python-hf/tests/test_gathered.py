@@ -96,7 +96,9 @@ def _build(name: str, attention: str = "eager") -> Any:
             if parameter.ndim > 1:
                 parameter.copy_(torch.randn_like(parameter) * 0.2)
             elif "A_log" not in part:
-                parameter.add_(torch.randn_like(parameter) * 0.1 + part.endswith(".A"))  # Doge's: scores that differ by more than rounding
+                parameter.add_(
+                    torch.randn_like(parameter) * 0.1 + part.endswith(".A")
+                )  # Doge's: scores that differ by more than rounding
     return model.train()
 
 
@@ -104,7 +106,9 @@ def _batch(lengths: list[int]) -> dict[str, torch.Tensor]:
     """A pack in which no document has a word twice: Doge's scores of both would be equal, and which of them is taken is chance."""
     made = models.batch(lengths)
     draw = torch.Generator().manual_seed(3)
-    made["input_ids"] = torch.cat([3 + torch.randperm(models.WORDS - 3, generator=draw)[:length] for length in lengths])[None]
+    made["input_ids"] = torch.cat(
+        [3 + torch.randperm(models.WORDS - 3, generator=draw)[:length] for length in lengths]
+    )[None]
     return {**made, "labels": torch.where(made["labels"] == -100, -100, made["input_ids"])}
 
 
@@ -115,7 +119,9 @@ def _alone(name: str, lengths: list[int]) -> tuple[float, torch.Tensor]:
     return loss.item(), models.gradients(model)
 
 
-def _wrong(name: str, lengths: list[int], file: str, attention: str = "eager", checkpointed: bool = False, **options: int) -> list[str]:
+def _wrong(
+    name: str, lengths: list[int], file: str, attention: str = "eager", checkpointed: bool = False, **options: int
+) -> list[str]:
     expected, gradients = torch.load(file)[name, tuple(lengths)]
     model, ids = _build(name, attention), torch.ones(1, 5, dtype=torch.int64)
     with torch.no_grad():

@@ -46,11 +46,14 @@ def _right(rank: int, world: int, file: str) -> list[str]:
         wrong.append(f"fewer tokens than ranks: loss {loss}, {few[0]}, gradients {models.apart(total, few[1])}")
     build = qwen3_next.build
     for reentrant in (False, True):
+
         def checkpointed() -> Any:
             model = build()
             models.checkpointing(model, reentrant)
             if reentrant:
-                model.get_input_embeddings().register_forward_hook(lambda *given: given[-1].requires_grad_() if given[-1].is_leaf else None)
+                model.get_input_embeddings().register_forward_hook(
+                    lambda *given: given[-1].requires_grad_() if given[-1].is_leaf else None
+                )
             return model
 
         qwen3_next.build = checkpointed

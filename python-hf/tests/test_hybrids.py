@@ -91,7 +91,12 @@ def _wrapped(rank: int, world: int, file: str) -> list[str]:
             loss = whole(**models.batch([41])).loss
             loss.backward()
             if kind == "fsdp":
-                total = torch.cat([(p.grad.full_tensor() if p.grad is not None else torch.zeros(p.shape)).flatten().double() for p in model.parameters()])
+                total = torch.cat(
+                    [
+                        (p.grad.full_tensor() if p.grad is not None else torch.zeros(p.shape)).flatten().double()
+                        for p in model.parameters()
+                    ]
+                )
             else:
                 total = models.gradients(model)
             error, distance = abs(loss.item() - expected) / expected, models.apart(total, gradients)
@@ -152,7 +157,9 @@ class Hybrids(unittest.TestCase):
             layers = [module for module in model.modules() if mixer_of(module)]
             self.assertTrue(layers, name)
             taken: list[torch.Tensor] = []
-            hook = layers[0].register_forward_hook(lambda module, args, out: taken.append((out[0] if isinstance(out, tuple) else out)[0]))
+            hook = layers[0].register_forward_hook(
+                lambda module, args, out: taken.append((out[0] if isinstance(out, tuple) else out)[0])
+            )
             with torch.no_grad():
                 for ids in (pack["input_ids"][:, 34:104], pack["input_ids"][:, 36:104]):
                     model(input_ids=ids)

@@ -87,7 +87,13 @@ def cut(model: Any) -> dict[str, Any]:
         total = total + F.cross_entropy(logits[-1][:-1], labels[0, a + 1 : b], ignore_index=-100, reduction="sum")
     loss = total / (labels != -100).sum()
     loss.backward()
-    return {"loss": loss.detach(), "logits": torch.cat(logits).detach(), "gradients": models.gradients(model), "embeddings": embeddings.detach(), "ends": torch.tensor(ends)}
+    return {
+        "loss": loss.detach(),
+        "logits": torch.cat(logits).detach(),
+        "gradients": models.gradients(model),
+        "embeddings": embeddings.detach(),
+        "ends": torch.tensor(ends),
+    }
 
 
 def documents(name: str) -> list[dict[str, torch.Tensor]]:
@@ -99,7 +105,10 @@ def references() -> dict[str, Any]:
     made: dict[str, Any] = {}
     for name in images.MODELS:
         model = images.build(name)
-        made |= {case: alone(model, documents(case)) for case in {case for case, *_ in CASES.values() if case.split()[0] == name} | {name}}
+        made |= {
+            case: alone(model, documents(case))
+            for case in {case for case, *_ in CASES.values() if case.split()[0] == name} | {name}
+        }
         if name == "gemma3":
             made["cut"] = cut(model)
         if name == "qwen3_vl":
@@ -119,7 +128,9 @@ def _step(model: Any) -> list[torch.Tensor]:
     return [p.grad.clone() for p in model.parameters()]
 
 
-def differs(cp: Any, out: Any, expected: dict[str, Any], rows: torch.Tensor | None = None, summed: bool = True) -> list[str]:
+def differs(
+    cp: Any, out: Any, expected: dict[str, Any], rows: torch.Tensor | None = None, summed: bool = True
+) -> list[str]:
     """What is not as in one process."""
     found = {"loss": out.loss.detach()}
     if out.logits is not None:
@@ -174,10 +185,16 @@ def _embedded(cp: Any, expected: dict[str, Any]) -> list[str]:
     out = cp.model(**pack)
     out.loss.backward()
     wrong = [f"images that documents cut: {one}" for one in differs(cp, out, expected)]
-    embeddings = {name: pack[name] for name in ("labels", "token_type_ids", "cu_seqlens")} | {"inputs_embeds": expected["embeddings"]}
+    embeddings = {name: pack[name] for name in ("labels", "token_type_ids", "cu_seqlens")} | {
+        "inputs_embeds": expected["embeddings"]
+    }
     with torch.no_grad():
         out = cp.model(**embeddings)
-    return wrong + [f"embeddings: {name}" for name in ("loss", "logits") if models.apart(out[name] if name == "loss" else cp.gather(out[name])[0], expected[name]) > 1e-5]
+    return wrong + [
+        f"embeddings: {name}"
+        for name in ("loss", "logits")
+        if models.apart(out[name] if name == "loss" else cp.gather(out[name])[0], expected[name]) > 1e-5
+    ]
 
 
 def _qwen(model: Any, expected: dict[str, Any]) -> list[str]:
@@ -240,7 +257,9 @@ def _drawn(model: Any, given: dict[str, torch.Tensor], same: bool = False) -> li
     def draws(module: Any, args: Any) -> None:
         drawn.append(torch.rand(1))
 
-    hooks = [module.register_forward_pre_hook(draws) for module in (model.model.visual, model.model.language_model.layers[0])]
+    hooks = [
+        module.register_forward_pre_hook(draws) for module in (model.model.visual, model.model.language_model.layers[0])
+    ]
     torch.manual_seed(3)
     with torch.no_grad():
         model(**given)
@@ -268,17 +287,62 @@ def _agree(cp: Any, each: list[dict[str, torch.Tensor]], rank: int) -> list[tupl
 
     texts = {name: value for name, value in pack.items() if name not in ("pixel_values", "image_grid_thw")}
     where = "pixel_values is given on the ranks [0, 2] of this group, and not on [1]"
-    refuse("some ranks", Disagreement, where, lambda: model(**(texts | {"image_grid_thw": pack["image_grid_thw"]} if rank == 1 else pack)))
-    refuse("other pixels", Disagreement, "same batch", lambda: model(**pack | {"pixel_values": pack["pixel_values"] + (rank == 2)}))
-    refuse("other grids", Disagreement, "same batch", lambda: model(**pack | {"image_grid_thw": pack["image_grid_thw"].flip(0 if rank else 1)}))
+    refuse(
+        "some ranks",
+        Disagreement,
+        where,
+        lambda: model(**(texts | {"image_grid_thw": pack["image_grid_thw"]} if rank == 1 else pack)),
+    )
+    refuse(
+        "other pixels",
+        Disagreement,
+        "same batch",
+        lambda: model(**pack | {"pixel_values": pack["pixel_values"] + (rank == 2)}),
+    )
+    refuse(
+        "other grids",
+        Disagreement,
+        "same batch",
+        lambda: model(**pack | {"image_grid_thw": pack["image_grid_thw"].flip(0 if rank else 1)}),
+    )
     refuse("other numbers", Disagreement, "same batch", lambda: model(**pack | {"second_per_grid_ts": [1.0 + rank]}))
-    refuse("videos on some", Disagreement, "pixel_values_videos is given on the ranks [1] of this group", lambda: model(**pack | ({"pixel_values_videos": pack["pixel_values"]} if rank == 1 else {})))
-    refuse("patches", InvalidArgument, "has 72 patches, and pixel_values has 71", lambda: model(**pack | {"pixel_values": pack["pixel_values"][1:]}))
-    refuse("ends inside", InvalidArgument, "no document ends inside of an image", lambda: model(**pack | {"cu_seqlens": images.ends(each) + torch.tensor([0, -18, 0, 0, 0])}))
+    refuse(
+        "videos on some",
+        Disagreement,
+        "pixel_values_videos is given on the ranks [1] of this group",
+        lambda: model(**pack | ({"pixel_values_videos": pack["pixel_values"]} if rank == 1 else {})),
+    )
+    refuse(
+        "patches",
+        InvalidArgument,
+        "has 72 patches, and pixel_values has 71",
+        lambda: model(**pack | {"pixel_values": pack["pixel_values"][1:]}),
+    )
+    refuse(
+        "ends inside",
+        InvalidArgument,
+        "no document ends inside of an image",
+        lambda: model(**pack | {"cu_seqlens": images.ends(each) + torch.tensor([0, -18, 0, 0, 0])}),
+    )
     refuse("both", InvalidArgument, "both given", lambda: model(**texts, inputs_embeds=torch.ones(1, 3, 36)))
-    refuse("2 rows", InvalidArgument, "position_ids has the shape (2, 1, 48)", lambda: model(**pack | {"position_ids": torch.zeros(2, 1, 48, dtype=torch.int64)}))
-    refuse("classes", Unsupported, "vision is 'shard', and LlamaForCausalLM has no method", lambda: ContextParallel(models.build("llama"), vision="shard"))
-    refuse("vision", InvalidArgument, "vision is 'some', 'all'", lambda: ContextParallel(models.build("llama"), vision="some"))
+    refuse(
+        "2 rows",
+        InvalidArgument,
+        "position_ids has the shape (2, 1, 48)",
+        lambda: model(**pack | {"position_ids": torch.zeros(2, 1, 48, dtype=torch.int64)}),
+    )
+    refuse(
+        "classes",
+        Unsupported,
+        "vision is 'shard', and LlamaForCausalLM has no method",
+        lambda: ContextParallel(models.build("llama"), vision="shard"),
+    )
+    refuse(
+        "vision",
+        InvalidArgument,
+        "vision is 'some', 'all'",
+        lambda: ContextParallel(models.build("llama"), vision="some"),
+    )
     with torch.no_grad():
         words = model(**{name: value for name, value in each[1].items() if name in images.TOKENS}).loss
         with cp.off():
@@ -297,7 +361,9 @@ def _trained(model: Any, expected: torch.Tensor) -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
         cp = ContextParallel(model)
         args = TrainingArguments(folder, seed=1, **TRAINING)
-        trainer = cp.trainer(Trainer, send_batches=True)(model=model, args=args, train_dataset=each, eval_dataset=each, data_collator=images.padded)
+        trainer = cp.trainer(Trainer, send_batches=True)(
+            model=model, args=args, train_dataset=each, eval_dataset=each, data_collator=images.padded
+        )
         trainer.train()
         found = torch.cat([p.detach().flatten() for p in model.parameters()])
         found_logits = trainer.predict(each).predictions
@@ -307,7 +373,9 @@ def _trained(model: Any, expected: torch.Tensor) -> list[str]:
     with torch.no_grad():
         rows = images.padded(each)["attention_mask"].bool()
         far = models.apart(logits[rows], torch.cat(images.one_by_one(model, each)[1]))
-    return [f"trainer: {models.apart(found, expected)}"] * (not models.apart(found, expected) < 1e-6) + [f"predictions: {far}"] * (not far < 1e-5)
+    return [f"trainer: {models.apart(found, expected)}"] * (not models.apart(found, expected) < 1e-6) + [
+        f"predictions: {far}"
+    ] * (not far < 1e-5)
 
 
 @dataclass
@@ -328,20 +396,32 @@ class Parts(unittest.TestCase):
         # Two rows of four, one token of padding; this rank has the tokens at the places 1, 4 and 6.
         pack = SimpleNamespace(shape=(2, 4), kept=torch.tensor([0, 1, 2, 3, 4, 5, 6]))
         marks = torch.tensor([[0, 1, 1, 0], [0, 0, 1, 0]]).bool()
-        rows = Rows(SimpleNamespace(pack=pack, tokens=torch.tensor([1, 4, 6])), {"attention_mask": torch.ones(2, 4).bool(), "visual_pos_masks": marks}, "Some")
+        rows = Rows(
+            SimpleNamespace(pack=pack, tokens=torch.tensor([1, 4, 6])),
+            {"attention_mask": torch.ones(2, 4).bool(), "visual_pos_masks": marks},
+            "Some",
+        )
         every = torch.arange(8).view(2, 4)
         self.assertEqual(rows.of("inputs_embeds", every[..., None]).tolist(), [[[1], [4], [6]]])
-        self.assertEqual(rows.of("position_ids", torch.stack([every, every + 10])).tolist(), [[[1, 4, 6]], [[11, 14, 16]]])
+        self.assertEqual(
+            rows.of("position_ids", torch.stack([every, every + 10])).tolist(), [[[1, 4, 6]], [[11, 14, 16]]]
+        )
         self.assertEqual(rows.of("position_ids", every[:1]).tolist(), [[1, 0, 2]])
         self.assertEqual(rows.of("visual_pos_masks", marks).tolist(), [[True, False, True]])
         self.assertEqual(rows.of("deepstack", [torch.tensor([[10], [20], [30]])])[0].tolist(), [[10], [30]])
         self.assertEqual(rows.of("layers", {1: torch.tensor([[10], [20], [30]])})[1].tolist(), [[10], [30]])
-        with self.assertRaisesRegex(Unsupported, r"Some gives its text model cross_attention_states of the shape \(5, 1\)"):
+        with self.assertRaisesRegex(
+            Unsupported, r"Some gives its text model cross_attention_states of the shape \(5, 1\)"
+        ):
             rows.of("cross_attention_states", torch.ones(5, 1))
 
     def test_features_of_a_class_whose_fields_are_needed(self) -> None:
-        made = Features(Needed(torch.zeros(1, 3), torch.ones(2, 4)), 2).whole([[torch.ones(4), torch.zeros(4), torch.ones(4)]])
-        self.assertEqual((made.last_hidden_state, made.pooler_output.tolist()), (None, [[1.0] * 4, [0.0] * 4, [1.0] * 4]))
+        made = Features(Needed(torch.zeros(1, 3), torch.ones(2, 4)), 2).whole(
+            [[torch.ones(4), torch.zeros(4), torch.ones(4)]]
+        )
+        self.assertEqual(
+            (made.last_hidden_state, made.pooler_output.tolist()), (None, [[1.0] * 4, [0.0] * 4, [1.0] * 4])
+        )
 
     def test_calls_for_each_document(self) -> None:
         # Three documents with 2, 0 and 1 images; the first ends with one, and the last begins with one.

@@ -35,7 +35,9 @@ def _losses(rank: int, world: int) -> dict[str, list[float]]:
         if before:
             models.checkpointing(model, reentrant)
             model.enable_input_require_grads()
-        adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+        adapted = peft.get_peft_model(
+            model, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        )
         kind: Any = Trainer if world == 1 else ContextParallel(model).trainer(Trainer)
         with tempfile.TemporaryDirectory() as folder:
             options: dict[str, Any] = {
@@ -50,7 +52,11 @@ def _losses(rank: int, world: int) -> dict[str, list[float]]:
             found[name] = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
             if world > 1 and reentrant:
                 try:
-                    kind(model=adapted, args=TrainingArguments(folder, **options, ddp_find_unused_parameters=True), train_dataset=data)
+                    kind(
+                        model=adapted,
+                        args=TrainingArguments(folder, **options, ddp_find_unused_parameters=True),
+                        train_dataset=data,
+                    )
                 except Unsupported as error:
                     found[f"{name}, refused"] = "ddp_find_unused_parameters is True" in str(error)
     return found

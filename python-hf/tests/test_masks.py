@@ -68,7 +68,12 @@ def features() -> list[dict[str, Any]]:
     draw = random.Random(7)
     tree = {"parents": [None, 0, 0, 1, 1, 3, 3, None, 7, 7], "tokens": _drawn(draw, 7, 1, 4, 3, 2, 6, 1, 1, 2, 3)}
     weighted = {"prompt": _drawn(draw, 4)[0], "answers": _drawn(draw, 3, 2, 2), "weights": [0.5, [2.0, -0.25], 0]}
-    return [{"prompt": _drawn(draw, 13)[0], "answers": _drawn(draw, 5, 9, 1)}, tree, weighted, {"prompt": _drawn(draw, 3)[0], "answers": _drawn(draw, 4)}]
+    return [
+        {"prompt": _drawn(draw, 13)[0], "answers": _drawn(draw, 5, 9, 1)},
+        tree,
+        weighted,
+        {"prompt": _drawn(draw, 3)[0], "answers": _drawn(draw, 4)},
+    ]
 
 
 def paths(feature: dict[str, Any], prompt: float, shared: str) -> Iterator[list[tuple[int, float]]]:
@@ -85,8 +90,15 @@ def paths(feature: dict[str, Any], prompt: float, shared: str) -> Iterator[list[
             way.insert(0, parent)
     times = {node: sum(node in way for way in ways) if shared == "once" else 1 for node in range(len(parents))}
     for way in ways:
-        of_each = {node: factors[node] if isinstance(factors[node], list) else [factors[node]] * len(tokens[node]) for node in way}
-        yield [(token, factor / times[node]) for node in way for token, factor in zip(tokens[node], of_each[node], strict=True)]
+        of_each = {
+            node: factors[node] if isinstance(factors[node], list) else [factors[node]] * len(tokens[node])
+            for node in way
+        }
+        yield [
+            (token, factor / times[node])
+            for node in way
+            for token, factor in zip(tokens[node], of_each[node], strict=True)
+        ]
 
 
 def answers(model: Any, prompt: float, shared: str, given: list[dict[str, Any]]) -> torch.Tensor:
@@ -94,7 +106,9 @@ def answers(model: Any, prompt: float, shared: str, given: list[dict[str, Any]])
     total, count = torch.zeros(()), 0.0
     for path in (path for feature in given for path in paths(feature, prompt, shared)):
         ids, factors = torch.tensor([[token for token, _ in path]]), torch.tensor([factor for _, factor in path])
-        losses = F.cross_entropy(model(input_ids=ids, use_cache=False).logits[0, :-1].float(), ids[0, 1:], reduction="none")
+        losses = F.cross_entropy(
+            model(input_ids=ids, use_cache=False).logits[0, :-1].float(), ids[0, 1:], reduction="none"
+        )
         total, count = total + (losses * factors[1:]).sum(), count + float(factors[1:].sum())
     return total / count
 
@@ -178,7 +192,9 @@ def _trained(rank: int, world: int, folder: str) -> tuple[float, list[float]]:
         folder, per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=1, learning_rate=0.1, optim="sgd", max_grad_norm=0,
         lr_scheduler_type="constant", use_cpu=True, report_to=[], remove_unused_columns=False, save_strategy="no", disable_tqdm=True, logging_steps=1,
     )  # fmt: skip
-    trainer = cp.trainer(Trainer)(model=model, args=args, train_dataset=features(), data_collator=SharedPrefixCollator(prompt=0.5))
+    trainer = cp.trainer(Trainer)(
+        model=model, args=args, train_dataset=features(), data_collator=SharedPrefixCollator(prompt=0.5)
+    )
     loss = trainer.train().training_loss
     return loss, torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
 
@@ -203,16 +219,34 @@ def _refused(rank: int, world: int) -> list[tuple[str, str]]:
     short = {"input_ids": pack["input_ids"], "position_ids": torch.arange(n)[None]}
     far = {**short, "slices": [Slice(0, n + 1, 0, n, high=0)]}
     refuse(f"slices[0] is Slice(q_begin=0, q_end={n + 1}", llama, far)
-    refuse("slices are given without position_ids", llama, {key: value for key, value in pack.items() if key != "position_ids"})
-    refuse("input_ids has 2 rows", llama, {key: value if key == "slices" else value.repeat(2, 1) for key, value in pack.items()})
+    refuse(
+        "slices are given without position_ids",
+        llama,
+        {key: value for key, value in pack.items() if key != "position_ids"},
+    )
+    refuse(
+        "input_ids has 2 rows",
+        llama,
+        {key: value if key == "slices" else value.repeat(2, 1) for key, value in pack.items()},
+    )
     refuse("whole numbers (slices, 7) are needed", llama, {**pack, "slices": torch.zeros(3, 6, dtype=torch.int64)})
-    refuse("a pair may be in one slice only", llama, {**short, "slices": encode_slices([Slice(0, 9, 0, 9, high=0), Slice(8, 12, 8, 12, high=0)])})
+    refuse(
+        "a pair may be in one slice only",
+        llama,
+        {**short, "slices": encode_slices([Slice(0, 9, 0, 9, high=0), Slice(8, 12, 8, 12, high=0)])},
+    )
     refuse("loss_weights has the shape (3,)", llama, {**pack, "loss_weights": torch.ones(3)})
     refuse("not finite", llama, {**pack, "loss_weights": torch.full((1, n), torch.nan)})
     refuse("loss_weights are given without labels", llama, {**short, "loss_weights": torch.ones(1, n)})
-    refuse("the model was given token_type_ids, which is not supported", llama, {**short, "token_type_ids": torch.ones(1, n, dtype=torch.int64)})
+    refuse(
+        "the model was given token_type_ids, which is not supported",
+        llama,
+        {**short, "token_type_ids": torch.ones(1, n, dtype=torch.int64)},
+    )
     refuse("token_type_ids has numbers from 7 to 7", gemma3, {**short, "token_type_ids": torch.full((1, n), 7)})
-    refuse("slices and token types are both given", gemma3, {**pack, "token_type_ids": torch.ones(1, n, dtype=torch.int64)})
+    refuse(
+        "slices and token types are both given", gemma3, {**pack, "token_type_ids": torch.ones(1, n, dtype=torch.int64)}
+    )
     refuse("give token types, which decide its mask", pali, short)
     refuse("position_ids of documents begin with [5]", llama4, {**short, "position_ids": torch.arange(n)[None] + 5})
     refuse("needs the same distances in both", llama4, {**short, "slices": [Slice(0, n, 0, n, 3, high=0)]})
@@ -258,7 +292,13 @@ class Expressions(unittest.TestCase):
             self.assertTrue(all(one.q_begin < one.q_end for one in made))
 
     def test_rules_of_blocks(self) -> None:
-        for known in (Blocks((1,), True), Blocks((1, 2), True), Blocks((0,), False), Blocks((0, 3), True), Blocks((2,), False)):
+        for known in (
+            Blocks((1,), True),
+            Blocks((1, 2), True),
+            Blocks((0,), False),
+            Blocks((0, 3), True),
+            Blocks((2,), False),
+        ):
             numbers = torch.full((1, len(SAMPLE)), -1)
             for at, block in enumerate(known.of(torch.tensor(SAMPLE), [0, len(SAMPLE)])[0]):
                 for a, b in block:
@@ -283,7 +323,13 @@ class Expressions(unittest.TestCase):
         expected = [one.complete for one in slices.shared_prefix(2, [3, 2])]
         self.assertEqual([Slice(*row) for row in made["slices"].tolist()], expected)
         # A row of a data set of both kinds.
-        tree = {"prompt": None, "answers": None, "weights": None, "parents": [None, 0, 0], "tokens": [[10, 11, 12], [20, 21], [30]]}
+        tree = {
+            "prompt": None,
+            "answers": None,
+            "weights": None,
+            "parents": [None, 0, 0],
+            "tokens": [[10, 11, 12], [20, 21], [30]],
+        }
         self.assertEqual(SharedPrefixCollator(prompt=1)([tree])["labels"].tolist(), made["labels"].tolist())
         for part, feature in (
             ("at least one token id", {"prompt": [1], "answers": [[]]}), ("'prompt' and 'answers'", {"text": 1}),
@@ -298,14 +344,26 @@ class Expressions(unittest.TestCase):
         with self.assertRaisesRegex(InvalidArgument, "shared is 'twice'"):
             SharedPrefixCollator(shared="twice")
 
-
     def test_weights_go_with_labels(self) -> None:
-        ids, mask, weights = torch.tensor([[0, 5, 6, 7], [8, 9, 0, 0]]), torch.tensor([[0, 1, 1, 1], [1, 1, 0, 0]]), torch.arange(8.0).view(2, 4)
-        given = {"input_ids": ids, "attention_mask": mask, "labels": torch.where(mask == 1, ids, -100), "loss_weights": weights}
+        ids, mask, weights = (
+            torch.tensor([[0, 5, 6, 7], [8, 9, 0, 0]]),
+            torch.tensor([[0, 1, 1, 1], [1, 1, 0, 0]]),
+            torch.arange(8.0).view(2, 4),
+        )
+        given = {
+            "input_ids": ids,
+            "attention_mask": mask,
+            "labels": torch.where(mask == 1, ids, -100),
+            "loss_weights": weights,
+        }
         found = pack(given)
-        self.assertEqual((found.labels.tolist(), found.weights.tolist(), found.count), ([6, 7, -100, 9, -100], [2, 3, 4, 5, 0], 10.0))
+        self.assertEqual(
+            (found.labels.tolist(), found.weights.tolist(), found.count), ([6, 7, -100, 9, -100], [2, 3, 4, 5, 0], 10.0)
+        )
         found = pack(given, shifted=False)
-        self.assertEqual((found.labels.tolist(), found.weights.tolist(), found.count), ([5, 6, 7, 8, 9], [1, 2, 3, 4, 5], 15.0))
+        self.assertEqual(
+            (found.labels.tolist(), found.weights.tolist(), found.count), ([5, 6, 7, 8, 9], [1, 2, 3, 4, 5], 15.0)
+        )
         found = pack({**given, "shift_labels": given["labels"]})
         self.assertEqual(found.weights.tolist(), [1, 2, 3, 4, 5])
 

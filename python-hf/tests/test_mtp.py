@@ -31,10 +31,17 @@ transformers.utils.logging.set_verbosity_error()
 # Documents shorter than some heads look ahead.
 LENGTHS, DEPTH = [23, 1, 17, 2, 3, 9, 4, 30], 3
 FEATURES: list[dict[str, Any]] = [
-    {"prompt": [5, 8, 13, 4, 9, 2, 11], "answers": [[21, 34, 2, 7], [55, 2], [21, 34, 5]], "weights": [1.0, 0.5, [0.25, 2, 1]]},
+    {
+        "prompt": [5, 8, 13, 4, 9, 2, 11],
+        "answers": [[21, 34, 2, 7], [55, 2], [21, 34, 5]],
+        "weights": [1.0, 0.5, [0.25, 2, 1]],
+    },
     {"prompt": [7, 6], "answers": [[40, 41, 42], [40, 3, 3, 3, 8]]},
     # A node of one token above a branching, and a chain.
-    {"parents": [None, 0, 1, 1, 0, 4], "tokens": [[15, 19, 4, 4, 4], [17], [6, 21], [9, 31, 32, 33], [44, 45], [46, 47, 48]]},
+    {
+        "parents": [None, 0, 1, 1, 0, 4],
+        "tokens": [[15, 19, 4, 4, 4], [17], [6, 21], [9, 31, 32, 33], [44, 45], [46, 47, 48]],
+    },
 ]
 
 
@@ -47,8 +54,15 @@ class Head(nn.Module):
         self.project = nn.Linear(2 * size, size, bias=False)
         self.layer = type(model.model.layers[0])(model.config, 0)
 
-    def forward(self, hidden: torch.Tensor, embeddings: torch.Tensor, mask: Any, positions: Any, places: torch.Tensor) -> torch.Tensor:
-        out = self.layer(self.project(torch.cat([embeddings, hidden], -1)), attention_mask=mask, position_embeddings=positions, position_ids=places)
+    def forward(
+        self, hidden: torch.Tensor, embeddings: torch.Tensor, mask: Any, positions: Any, places: torch.Tensor
+    ) -> torch.Tensor:
+        out = self.layer(
+            self.project(torch.cat([embeddings, hidden], -1)),
+            attention_mask=mask,
+            position_embeddings=positions,
+            position_ids=places,
+        )
         return out[0] if isinstance(out, tuple) else out
 
 
@@ -63,7 +77,9 @@ def build(name: str) -> Any:
 
 def inside(model: Any, hidden: torch.Tensor, places: torch.Tensor) -> tuple[Any, Any]:
     """Masks and rotary embeddings, as the model makes them."""
-    mask = create_causal_mask(config=model.config, inputs_embeds=hidden, attention_mask=None, past_key_values=None, position_ids=places)
+    mask = create_causal_mask(
+        config=model.config, inputs_embeds=hidden, attention_mask=None, past_key_values=None, position_ids=places
+    )
     return mask, model.model.rotary_emb(hidden, places)
 
 
@@ -82,7 +98,12 @@ def heads(model: Any, embedded: bool = False, head: Any = None) -> Any:
     return run
 
 
-def alone(name: str, documents: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], items: float | None = None, embedded: bool = False) -> tuple[float, float, torch.Tensor]:
+def alone(
+    name: str,
+    documents: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
+    items: float | None = None,
+    embedded: bool = False,
+) -> tuple[float, float, torch.Tensor]:
     """Loss, that of the heads, and gradients, of one process, of rows with ids, labels and weights of their tokens. A head sees the id 0 after a document, or
     with `embedded` nothing."""
     model = build(name)
@@ -98,7 +119,13 @@ def alone(name: str, documents: list[tuple[torch.Tensor, torch.Tensor, torch.Ten
                 hidden = model.heads[by - 1](hidden, later[None], mask, positions, places)
             own = F.pad(labels[by + 1 :], (0, min(by + 1, len(ids))), value=-100)
             factors = F.pad(weights[by + 1 :], (0, min(by + 1, len(ids)))) * (own != -100)
-            sums[by] = sums[by] + (F.cross_entropy(model.lm_head(hidden)[0].float(), own, ignore_index=-100, reduction="none") * factors).sum()
+            sums[by] = (
+                sums[by]
+                + (
+                    F.cross_entropy(model.lm_head(hidden)[0].float(), own, ignore_index=-100, reduction="none")
+                    * factors
+                ).sum()
+            )
             counts[by] += float(factors.sum())
     losses = [one / (items or count) for one, count in zip(sums, counts)]
     more = 0.3 / DEPTH * sum(losses[1:])
@@ -120,12 +147,18 @@ def answers(prompt: float) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tenso
         else:
             parents, runs = feature["parents"], feature["tokens"]
             factors = [prompt if parent is None else 1.0 for parent in parents]
-        each = [torch.tensor(one).expand(len(run)) if isinstance(one, float) else torch.tensor(one) for one, run in zip(factors, runs)]
+        each = [
+            torch.tensor(one).expand(len(run)) if isinstance(one, float) else torch.tensor(one)
+            for one, run in zip(factors, runs)
+        ]
         for leaf in set(range(len(runs))) - set(parents):
             path, at = [], leaf
             while at is not None:
                 path, at = [at, *path], parents[at]
-            ids, weights = torch.tensor(sum((runs[one] for one in path), [])), torch.cat([each[one].float() for one in path])
+            ids, weights = (
+                torch.tensor(sum((runs[one] for one in path), [])),
+                torch.cat([each[one].float() for one in path]),
+            )
             rows.append((ids, torch.where(weights == 0, -100, ids), weights))
     return rows
 
@@ -149,10 +182,17 @@ def _right(rank: int, world: int, file: str) -> list[str]:
     references, wrong = torch.load(file), []
     for case, (name, reference, options) in CASES.items():
         model, pack = build(name), models.batch(LENGTHS)
-        cp = ContextParallel(model, gradients="sum", timeout=100, **{key: world if value is None else value for key, value in options.items()})
+        cp = ContextParallel(
+            model,
+            gradients="sum",
+            timeout=100,
+            **{key: world if value is None else value for key, value in options.items()},
+        )
         cp.mtp(heads(model, embedded=case == "rows of embeddings"))
         if case == "rows of embeddings":
-            model.model.register_forward_pre_hook(lambda _, args, given: setattr(model, "own_ids", given["input_ids"]), with_kwargs=True)
+            model.model.register_forward_pre_hook(
+                lambda _, args, given: setattr(model, "own_ids", given["input_ids"]), with_kwargs=True
+            )
             models.checkpointing(model, False)
         if case == "items":
             pack["num_items_in_batch"] = torch.tensor(50)
@@ -187,7 +227,11 @@ def _replicas(rank: int, world: int, file: str) -> dict[str, float]:
         cp = ContextParallel(model, replicas=2, tile=4, timeout=60)
         for part in (*model.model.layers, model.lm_head, model) * (case == "a module around"):
             fully_shard(part)
-        head = nn.Sequential(nn.Identity(), model.lm_head) if case == "a module around" else lambda rows, model=model: model.lm_head(rows)
+        head = (
+            nn.Sequential(nn.Identity(), model.lm_head)
+            if case == "a module around"
+            else lambda rows, model=model: model.lm_head(rows)
+        )
         cp.mtp(heads(model, head=head))
         out = model(**models.batch(REPLICAS[cp.replica]))
         out.loss.backward()
@@ -220,13 +264,21 @@ def _refused(rank: int, world: int) -> dict[str, str]:
     cp.mtp(heads(model))
     refuse("log-probabilities", lambda: cp.logprobs(pack))
     embeddings = model.get_input_embeddings()(pack["input_ids"]).detach()
-    refuse("embeddings", lambda: model(**{name: one for name, one in pack.items() if name != "input_ids"}, inputs_embeds=embeddings))
+    refuse(
+        "embeddings",
+        lambda: model(**{name: one for name, one in pack.items() if name != "input_ids"}, inputs_embeds=embeddings),
+    )
     refuse("shared", lambda: model(**SharedPrefixCollator(ahead=DEPTH - 1)(FEATURES)))
     refuse("shared, no copies", lambda: model(**SharedPrefixCollator(prompt=1.0)(FEATURES[1:2])))
     # A prompt and answers of 5 and 3 tokens, which one slice gives the prompt.
     slices = [Slice(0, 4, 0, 4, high=0), Slice(4, 12, 0, 4), Slice(4, 9, 4, 9, high=0), Slice(9, 12, 9, 12, high=0)]
     ids = torch.tensor([[5, 8, 13, 4, 21, 34, 2, 7, 3, 55, 34, 2]])
-    by_hand = {"input_ids": ids, "labels": torch.where(torch.arange(12) < 4, -100, ids), "position_ids": torch.tensor([[*range(9), *range(4, 7)]]), "slices": slices}
+    by_hand = {
+        "input_ids": ids,
+        "labels": torch.where(torch.arange(12) < 4, -100, ids),
+        "position_ids": torch.tensor([[*range(9), *range(4, 7)]]),
+        "slices": slices,
+    }
     refuse("shared, by hand", lambda: model(**by_hand))
     refuse("shared, by hand, one document", lambda: model(**by_hand, cu_seqlens=torch.tensor([0, 12])))
     cp.mtp(lambda hidden, ahead: 3.0)
@@ -269,13 +321,22 @@ class Heads(unittest.TestCase):
                     for wrong in processes.run(_right, world, file, seconds=200):
                         self.assertEqual(wrong, [])
 
-    @unittest.skipIf(TorchVersion(torch.__version__) < "2.11", "PyTorch does not gather a head's parameters again for each tile")
+    @unittest.skipIf(
+        TorchVersion(torch.__version__) < "2.11", "PyTorch does not gather a head's parameters again for each tile"
+    )
     def test_tiles_of_replicas(self) -> None:
         with tempfile.TemporaryDirectory() as folder:
             file = str(Path(folder) / "alone")
             torch.save([alone("llama", packed(lengths)) for lengths in REPLICAS], file)
             for found in processes.run(_replicas, 2, file, seconds=200):
-                self.assertEqual({case: error for case, error in found.items() if not error <= (1e-5 if "gradients" in case else 1e-6)}, {})
+                self.assertEqual(
+                    {
+                        case: error
+                        for case, error in found.items()
+                        if not error <= (1e-5 if "gradients" in case else 1e-6)
+                    },
+                    {},
+                )
 
     def test_refusals(self) -> None:
         for said in processes.run(_refused, 2):

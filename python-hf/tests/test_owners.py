@@ -83,12 +83,18 @@ class Owners(unittest.TestCase):
             for found in processes.run(_owners, 2, folder):
                 self.assertEqual(found.pop("FSDP2"), "True")
                 for name, words in (
-                    ("DDP", "Unsupported: the model is a DistributedDataParallel around a LlamaForCausalLM: ContextParallel(model) first"),
+                    (
+                        "DDP",
+                        "Unsupported: the model is a DistributedDataParallel around a LlamaForCausalLM: ContextParallel(model) first",
+                    ),
                     ("DP", "Unsupported: the model is a DataParallel around a LlamaForCausalLM: give the model itself"),
                     ("FSDP1", "sharded by FullyShardedDataParallel (FSDP1): ContextParallel(model) first"),
                     ("FSDP1, inside", "of LlamaForCausalLM are sharded by FullyShardedDataParallel (FSDP1)"),
                     ("FSDP1, its parameters", "of LlamaForCausalLM are sharded by FullyShardedDataParallel (FSDP1)"),
-                    ("tensor parallel", "tensor parallelism has split over the ranks [0, 1], and the ranks [0, 1] of these are in one group"),
+                    (
+                        "tensor parallel",
+                        "tensor parallelism has split over the ranks [0, 1], and the ranks [0, 1] of these are in one group",
+                    ),
                     ("no model", "InvalidArgument: model is Linear("),
                     ("no module", "InvalidArgument: model is 'llama', a model of Transformers is needed"),
                 ):

@@ -22,8 +22,21 @@ from cpattn_hf.transformers import ContextParallel, adapters
 from transformers import AutoConfig, AutoModelForCausalLM
 
 transformers.utils.logging.set_verbosity_error()
-LLAMA4 = {"num_hidden_layers": 4, "num_local_experts": 2, "intermediate_size_mlp": 48, "no_rope_layers": [1, 0, 1, 0], "attn_scale": 0.5}
-MINISTRAL = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 16}}
+LLAMA4 = {
+    "num_hidden_layers": 4,
+    "num_local_experts": 2,
+    "intermediate_size_mlp": 48,
+    "no_rope_layers": [1, 0, 1, 0],
+    "attn_scale": 0.5,
+}
+MINISTRAL = {
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "llama_4_scaling_beta": 0.5,
+        "original_max_position_embeddings": 16,
+    }
+}
 # By name: the kind, and its config. A floor is far above the trial's positions, and below those of the batch.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama4": ("llama4_text", {**LLAMA4, "floor_scale": 16, "attention_chunk_size": 512}),
@@ -103,7 +116,9 @@ class Positions(unittest.TestCase):
 
     def test_refusals(self) -> None:
         for found in processes.run(_refused, 2, seconds=200):
-            self.assertIn("Llama4ForCausalLM mixes tokens outside of attention, or counts positions itself", found["counts"])
+            self.assertIn(
+                "Llama4ForCausalLM mixes tokens outside of attention, or counts positions itself", found["counts"]
+            )
             self.assertEqual(found["does not"], "taken")
             self.assertIn("the longest document has 170 tokens, GPTJForCausalLM has 160 positions", found["table"])
             self.assertEqual(found["long enough"], "taken")

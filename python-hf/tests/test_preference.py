@@ -23,7 +23,13 @@ import processes
 import torch
 from cpattn import InvalidArgument, Unsupported
 from cpattn_hf.transformers import ContextParallel
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, Trainer, TrainingArguments
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    Trainer,
+    TrainingArguments,
+)
 
 transformers.utils.logging.set_verbosity_error()
 LENGTHS = [(5, 9, 4), (3, 6, 12), (7, 2, 8), (4, 15, 3), (6, 5, 4), (2, 11, 7), (9, 3, 6), (5, 8, 10)]
@@ -38,7 +44,12 @@ def _text(seed: int, n: int) -> str:
 
 
 def pairs() -> Dataset:
-    return Dataset.from_list([{"prompt": _text(i, p), "chosen": _text(10 + i, c), "rejected": _text(20 + i, r)} for i, (p, c, r) in enumerate(LENGTHS)])
+    return Dataset.from_list(
+        [
+            {"prompt": _text(i, p), "chosen": _text(10 + i, c), "rejected": _text(20 + i, r)}
+            for i, (p, c, r) in enumerate(LENGTHS)
+        ]
+    )
 
 
 def saved(folder: str, rank: int) -> Dataset:
@@ -50,7 +61,12 @@ def saved(folder: str, rank: int) -> Dataset:
 
 
 def whole_pairs() -> Dataset:
-    return Dataset.from_list([{"chosen_ids": _words(i, p + c), "rejected_ids": _words(i, p + r), "margin": 0.1 * i} for i, (p, c, r) in enumerate(LENGTHS)])
+    return Dataset.from_list(
+        [
+            {"chosen_ids": _words(i, p + c), "rejected_ids": _words(i, p + r), "margin": 0.1 * i}
+            for i, (p, c, r) in enumerate(LENGTHS)
+        ]
+    )
 
 
 def classes() -> Dataset:
@@ -58,7 +74,12 @@ def classes() -> Dataset:
 
 
 def unpaired() -> Dataset:
-    return Dataset.from_list([{"prompt": _text(i, p), "completion": _text(10 + i, c), "label": i % 3 > 0} for i, (p, c, _) in enumerate(LENGTHS)])
+    return Dataset.from_list(
+        [
+            {"prompt": _text(i, p), "completion": _text(10 + i, c), "label": i % 3 > 0}
+            for i, (p, c, _) in enumerate(LENGTHS)
+        ]
+    )
 
 
 def prompts() -> Dataset:
@@ -74,7 +95,9 @@ def loaded(folder: str, rank: int) -> Any:
     if rank == 0:
         models.build("llama").save_pretrained(f"{folder}/llama")
     torch.distributed.barrier()
-    return AutoModelForCausalLM.from_pretrained(f"{folder}/llama", attn_implementation="eager", dtype=torch.float32).train()
+    return AutoModelForCausalLM.from_pretrained(
+        f"{folder}/llama", attn_implementation="eager", dtype=torch.float32
+    ).train()
 
 
 def head(**more: Any) -> Any:
@@ -97,14 +120,23 @@ def other(name: str, **more: Any) -> Any:
 
 
 def accuracy(found: Any) -> dict[str, float]:
-    return {"accuracy": float((found.predictions.argmax(-1) == found.label_ids).mean()), "mean": float(found.predictions.mean())}
+    return {
+        "accuracy": float((found.predictions.argmax(-1) == found.label_ids).mean()),
+        "mean": float(found.predictions.mean()),
+    }
 
 
 def adapter() -> Any:
     return peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
 
 
-GENERATED = {"num_generations": 4, "max_completion_length": 8, "per_device_train_batch_size": 4, "per_device_eval_batch_size": 4, "temperature": 0.8}
+GENERATED = {
+    "num_generations": 4,
+    "max_completion_length": 8,
+    "per_device_train_batch_size": 4,
+    "per_device_eval_batch_size": 4,
+    "temperature": 0.8,
+}
 
 
 def trainers(kinds: list[str], folder: str, rank: int) -> dict[str, Any]:
@@ -158,10 +190,15 @@ def _job(rank: int, world: int, kinds: list[str], folder: str, replicas: int, pa
                 "logging_steps": 1, "optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0, "seed": 1, "logging_nan_inf_filter": False,
                 "bf16": False, "ddp_find_unused_parameters": False, "eval_strategy": "steps" if "eval_dataset" in more else "no", "eval_steps": 3, "gradient_checkpointing": False, **options,
             }  # fmt: skip
-            trainer = (cp.trainer(kind, send_batches=name in ("kto", "rloo")) if cp else kind)(model=model, args=config(place, **options), processing_class=tokenizer, **more)
+            trainer = (cp.trainer(kind, send_batches=name in ("kto", "rloo")) if cp else kind)(
+                model=model, args=config(place, **options), processing_class=tokenizer, **more
+            )
             trainer.remove_callback(transformers.PrinterCallback)
             trainer.train()
-        logged = [{key: value for key, value in entry.items() if "time" not in key and "per_second" not in key} for entry in trainer.state.log_history]
+        logged = [
+            {key: value for key, value in entry.items() if "time" not in key and "per_second" not in key}
+            for entry in trainer.state.log_history
+        ]
         weights = torch.cat([p.detach().flatten().double() for p in trainer.model.parameters() if p.requires_grad])
         found[name] = logged, weights.numpy()
         if cp:
@@ -180,7 +217,13 @@ def _refused() -> dict[str, str]:
     cp = ContextParallel(model)
     more = {"model": model, "train_dataset": prompts(), "reward_funcs": reward, "processing_class": models.tokenizer()}
     with tempfile.TemporaryDirectory() as place:
-        usual = {"use_cpu": True, "bf16": False, "report_to": [], "num_generations": 4, "per_device_train_batch_size": 4}
+        usual = {
+            "use_cpu": True,
+            "bf16": False,
+            "report_to": [],
+            "num_generations": 4,
+            "per_device_train_batch_size": 4,
+        }
 
         def refuse(name: str, kind: Any, args: Any, **others: Any) -> None:
             try:
@@ -216,7 +259,9 @@ def compare(test: unittest.TestCase, kinds: list[str], one: dict[str, Any], seve
             for a, b in zip(found[name][0], one[name][0], strict=True):
                 test.assertEqual(a.keys(), b.keys(), name)
                 for key in a:
-                    test.assertLessEqual(abs((a[key] or 0) - (b[key] or 0)), 1e-4 * max(abs(b[key] or 0), 1), (name, key, a, b))
+                    test.assertLessEqual(
+                        abs((a[key] or 0) - (b[key] or 0)), 1e-4 * max(abs(b[key] or 0), 1), (name, key, a, b)
+                    )
 
 
 def _environment(rank: int, world: int) -> None:
@@ -247,7 +292,10 @@ def _adapted_rewards(rank: int, world: int, folder: str) -> list[float]:
     kind: Any = trl.RewardTrainer if world == 1 else ContextParallel(model, timeout=60).trainer(trl.RewardTrainer)
     lora = peft.LoraConfig(r=2, task_type="SEQ_CLS", target_modules="all-linear")
     trainer = kind(
-        model=model, args=trl.RewardConfig(folder, **QUICK, center_rewards_coefficient=0.01), train_dataset=whole_pairs(), peft_config=lora,
+        model=model,
+        args=trl.RewardConfig(folder, **QUICK, center_rewards_coefficient=0.01),
+        train_dataset=whole_pairs(),
+        peft_config=lora,
         processing_class=models.tokenizer(),
     )
     trainer.train()

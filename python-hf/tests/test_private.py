@@ -124,7 +124,19 @@ INSIDE = [
     "trl.generation.vllm_generation:broadcast_object_list",
 ]
 # Documented names of Python: of enums, named tuples, ctypes and os.
-PYTHON = {"_name_", "_value_", "_fields", "_field_defaults", "_replace", "_asdict", "_type_", "_fields_", "_name", "_exit", "_is_protocol"}
+PYTHON = {
+    "_name_",
+    "_value_",
+    "_fields",
+    "_field_defaults",
+    "_replace",
+    "_asdict",
+    "_type_",
+    "_fields_",
+    "_name",
+    "_exit",
+    "_is_protocol",
+}
 
 
 def used() -> Iterator[tuple[str, str]]:
@@ -134,7 +146,11 @@ def used() -> Iterator[tuple[str, str]]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             place = f"{path.name}:{getattr(node, 'lineno', 0)}"
             if isinstance(node, ast.Attribute):
-                if isinstance(node.ctx, ast.Store) and isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
+                if (
+                    isinstance(node.ctx, ast.Store)
+                    and isinstance(node.value, ast.Name)
+                    and node.value.id in ("self", "cls")
+                ):
                     own.add(node.attr)
                 else:
                     read.append((node.attr, place))
@@ -142,7 +158,12 @@ def used() -> Iterator[tuple[str, str]]:
                 own.add(node.name)
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
                 own.add(node.id)
-            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr") and isinstance(node.args[1], ast.Constant):
+            elif (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Name)
+                and node.func.id in ("getattr", "hasattr")
+                and isinstance(node.args[1], ast.Constant)
+            ):
                 read.append((str(node.args[1].value), place))
     for name, place in read:
         if name.startswith("_") and not name.startswith("__") and name not in own:
@@ -164,8 +185,20 @@ def missing(name: str, where: str) -> str | None:
 
 class Private(unittest.TestCase):
     def test_each_name_has_a_row(self) -> None:
-        known = {*HAS, *WRITTEN, *OF_CUDA, *OF_DEEPSPEED, *WRITTEN_OF_DEEPSPEED, *OF_DIFFUSERS, *WRITTEN_OF_DIFFUSERS, *EITHER, *PYTHON}
-        self.assertEqual([f"{name} at {place}" for name, place in used() if name not in known and not name.startswith("_cpattn")], [])
+        known = {
+            *HAS,
+            *WRITTEN,
+            *OF_CUDA,
+            *OF_DEEPSPEED,
+            *WRITTEN_OF_DEEPSPEED,
+            *OF_DIFFUSERS,
+            *WRITTEN_OF_DIFFUSERS,
+            *EITHER,
+            *PYTHON,
+        }
+        self.assertEqual(
+            [f"{name} at {place}" for name, place in used() if name not in known and not name.startswith("_cpattn")], []
+        )
 
     def test_each_name_is_there(self) -> None:
         try:
@@ -176,7 +209,9 @@ class Private(unittest.TestCase):
             self.skipTest(str(error))
         import torch.distributed as dist
 
-        rows = [(name, where) for name, every in HAS.items() for where in every] + [("", where) for where in [*MODULES, *INSIDE]]
+        rows = [(name, where) for name, every in HAS.items() for where in every] + [
+            ("", where) for where in [*MODULES, *INSIDE]
+        ]
         if hasattr(dist, "ProcessGroupNCCL"):
             rows += [(name, where) for name, every in OF_CUDA.items() for where in every]
         written = WRITTEN
@@ -185,7 +220,9 @@ class Private(unittest.TestCase):
             rows += [(name, where) for name, every in OF_DEEPSPEED.items() for where in every]
             written = WRITTEN | WRITTEN_OF_DEEPSPEED
         if importlib.util.find_spec("diffusers"):
-            rows += [(name, where) for name, every in OF_DIFFUSERS.items() for where in every] + [("", where) for where in INSIDE_DIFFUSERS]
+            rows += [(name, where) for name, every in OF_DIFFUSERS.items() for where in every] + [
+                ("", where) for where in INSIDE_DIFFUSERS
+            ]
             written = written | WRITTEN_OF_DIFFUSERS
         gone = [said for name, where in rows if (said := missing(name, where))]
         for name, module in written.items():

@@ -40,7 +40,10 @@ def drawn(seed: int) -> tuple[torch.Tensor, torch.Tensor, int]:
     if number(0, 2):  # one that begins as another one
         prompts.append(torch.cat([prompts[0], prompts[2]]))
     rows, before, after = number(5, 9), max(map(len, prompts)), number(3, 9)
-    ids, mask = torch.randint(3, models.WORDS, (rows, before + after), generator=draw), torch.zeros(rows, before + after, dtype=torch.int64)
+    ids, mask = (
+        torch.randint(3, models.WORDS, (rows, before + after), generator=draw),
+        torch.zeros(rows, before + after, dtype=torch.int64),
+    )
     for row in range(rows):
         prompt, length = prompts[number(0, len(prompts))], number(0, after + 1) * (number(0, 4) > 0)
         ids[row, before - len(prompt) : before] = prompt
@@ -60,7 +63,13 @@ def usual(model: Any, ids: torch.Tensor, mask: torch.Tensor, after: int, router:
     """As TRL's trainers compute them."""
     labels = ids.masked_fill(mask == 0, -100)
     labels[:, :-after] = -100
-    out = model(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True, **({"output_router_logits": True} if router else {}))
+    out = model(
+        input_ids=ids,
+        attention_mask=mask,
+        labels=labels,
+        fused_lm_head=True,
+        **({"output_router_logits": True} if router else {}),
+    )
     return out.log_probs[:, -after:], out.entropy[:, -after:], out.aux_loss if router else None
 
 
@@ -112,7 +121,12 @@ def _refused(rank: int, world: int) -> list[str]:
     refuse(models.build("llama"), lambda cp: cp.trainer(Other, share_prompts=True))
     refuse(hybrids.build("lfm2"), lambda cp: cp.trainer(trl.GRPOTrainer, share_prompts=True))
     refuse(images.build("gemma3"), lambda cp: cp.trainer(trl.RLOOTrainer, share_prompts=True))
-    refuse(models.build("llama"), lambda cp: log_probabilities(cp.model, torch.ones(1, 4, dtype=torch.int64), torch.tensor([[1, 1, 0, 1]]), 2, False, False))
+    refuse(
+        models.build("llama"),
+        lambda cp: log_probabilities(
+            cp.model, torch.ones(1, 4, dtype=torch.int64), torch.tensor([[1, 1, 0, 1]]), 2, False, False
+        ),
+    )
     return said
 
 
@@ -126,13 +140,19 @@ class Prompts(unittest.TestCase):
         for seed in range(20):
             ids, mask, after = drawn(seed)
             pack, before = packed(ids, mask, after), ids.shape[1] - after
-            prompts = [tuple(row[: before][kept[: before].bool()].tolist()) for row, kept in zip(ids, mask, strict=True)]
+            prompts = [tuple(row[:before][kept[:before].bool()].tolist()) for row, kept in zip(ids, mask, strict=True)]
             tokens = 0
             for prompt in set(prompts):
-                answers = [int(kept[before:].sum()) for kept, its in zip(mask, prompts, strict=True) if its == prompt and kept[before:].any()]
+                answers = [
+                    int(kept[before:].sum())
+                    for kept, its in zip(mask, prompts, strict=True)
+                    if its == prompt and kept[before:].any()
+                ]
                 tokens += sum(answers) + (len(prompt) - 1 if answers else len(prompt)) + len(answers)
             self.assertEqual(pack.inputs["input_ids"].shape[1], tokens)
-            self.assertEqual(int(pack.inputs["router_weights"].sum()), int(mask.sum()), "a token counts as often as in rows")
+            self.assertEqual(
+                int(pack.inputs["router_weights"].sum()), int(mask.sum()), "a token counts as often as in rows"
+            )
             self.assertEqual(len(pack.places), int(mask[:, before:].sum()))
 
     def test_refusals(self) -> None:

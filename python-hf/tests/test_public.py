@@ -41,7 +41,11 @@ class Public(unittest.TestCase):
             for node in ast.walk(tree):
                 if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
                     text = ast.unparse(node.value)
-                    self.assertNotRegex(text, r"\b(context|batch|transport|collectives)\b(?!\()", f"{file.name}:{node.lineno}: {ast.unparse(node)}")
+                    self.assertNotRegex(
+                        text,
+                        r"\b(context|batch|transport|collectives)\b(?!\()",
+                        f"{file.name}:{node.lineno}: {ast.unparse(node)}",
+                    )
 
 
 if __name__ == "__main__":

@@ -76,10 +76,17 @@ def model_of(case: str) -> str:
 def prompts() -> Dataset:
     draw = torch.Generator().manual_seed(3)
     lengths = [5, 3, 7, 4, 6, 1, 9, 5]
-    return Dataset.from_list([{"prompt": "".join(f" w{n}" for n in torch.randint(3, models.WORDS, (length,), generator=draw).tolist())} for length in lengths])
+    return Dataset.from_list(
+        [
+            {"prompt": "".join(f" w{n}" for n in torch.randint(3, models.WORDS, (length,), generator=draw).tolist())}
+            for length in lengths
+        ]
+    )
 
 
-def train(rank: int, world: int, address: str, case: str, batch: int, replicas: int, folder: str, share: bool = False) -> dict[str, Any]:
+def train(
+    rank: int, world: int, address: str, case: str, batch: int, replicas: int, folder: str, share: bool = False
+) -> dict[str, Any]:
     """Logs, parameters and completions of a rank; without context parallelism if `replicas` is 0. `tokens` are those of the last pass."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world)}
     warnings.simplefilter("ignore")
@@ -102,10 +109,21 @@ def train(rank: int, world: int, address: str, case: str, batch: int, replicas: 
     cp = ContextParallel(model, replicas=replicas) if replicas else None
     made: Any = cp.trainer(kind, share_prompts=share) if cp else kind
     torch.manual_seed(0)
-    trainer = made(model=model, args=args, train_dataset=prompts(), eval_dataset=prompts(), reward_funcs=reward, processing_class=models.tokenizer(), **more)
+    trainer = made(
+        model=model,
+        args=args,
+        train_dataset=prompts(),
+        eval_dataset=prompts(),
+        reward_funcs=reward,
+        processing_class=models.tokenizer(),
+        **more,
+    )
     trainer.remove_callback(transformers.PrinterCallback)
     trainer.train()
-    logged = [{key: value for key, value in entry.items() if "time" not in key and "per_second" not in key} for entry in trainer.state.log_history]
+    logged = [
+        {key: value for key, value in entry.items() if "time" not in key and "per_second" not in key}
+        for entry in trainer.state.log_history
+    ]
     weights = torch.cat([p.detach().flatten().double() for p in trainer.model.parameters() if p.requires_grad])
     tokens = len(cp.last.pack.ids) if cp else 0
     if cp:
@@ -117,7 +135,9 @@ def _every(rank: int, world: int, addresses: dict[str, str], *args: Any) -> dict
     return {case: train(rank, world, address, case, *args) for case, address in addresses.items()}
 
 
-def job(world: int, cases: tuple[str, ...], batch: int, replicas: int, share: bool = False) -> tuple[dict[str, vllm_double.Double], list[dict[str, dict[str, Any]]]]:
+def job(
+    world: int, cases: tuple[str, ...], batch: int, replicas: int, share: bool = False
+) -> tuple[dict[str, vllm_double.Double], list[dict[str, dict[str, Any]]]]:
     """For each case its server; and for each rank what it has found in each case."""
     with ExitStack() as stack:
         doubles = {case: stack.enter_context(vllm_double.serving(model_of(case))) for case in cases}
@@ -154,7 +174,9 @@ class Rollouts(unittest.TestCase):
         for a, b in zip(found["logs"], one["logs"], strict=True):
             self.assertEqual(a.keys(), b.keys(), name)
             for key in a if logs else [key for key in a if "reward" in key or "length" in key]:
-                self.assertLessEqual(abs((a[key] or 0) - (b[key] or 0)), 1e-5 * max(abs(b[key] or 0), 1), (name, key, a, b))
+                self.assertLessEqual(
+                    abs((a[key] or 0) - (b[key] or 0)), 1e-5 * max(abs(b[key] or 0), 1), (name, key, a, b)
+                )
 
     def _served(self, name: str, double: vllm_double.Double, one: vllm_double.Double) -> None:
         """One request and one push for all processes, with the same prompts and weights as of one process."""
@@ -170,7 +192,11 @@ class Rollouts(unittest.TestCase):
         (usual, one), (doubles, several) = alone(), ranks(False)
         for case in CASES:
             # Four batches of an evaluation have one each.
-            self.assertEqual(len(usual[case].requests), {"sequence_mask": 1, "vespo": STEPS + 4}.get(case, STEPS), "each step has a request")
+            self.assertEqual(
+                len(usual[case].requests),
+                {"sequence_mask": 1, "vespo": STEPS + 4}.get(case, STEPS),
+                "each step has a request",
+            )
             self._served(case, doubles[case], usual[case])
             for found in several:
                 self._same(case, found[case], one[case])
@@ -179,11 +205,19 @@ class Rollouts(unittest.TestCase):
     def test_the_cases_differ(self) -> None:
         """Caps, masks and modes have an effect on these completions: otherwise nothing above would show them."""
         found = alone()[1]
-        weights = [found[case]["weights"] for case in CASES if model_of(case) == "llama" and case not in ("rloo", "sequence_truncate")]
+        weights = [
+            found[case]["weights"]
+            for case in CASES
+            if model_of(case) == "llama" and case not in ("rloo", "sequence_truncate")
+        ]
         for i, mine in enumerate(weights):
             for its in weights[:i]:
                 self.assertGreater(models.apart(torch.tensor(mine), torch.tensor(its)), 1e-5)
-        truncated = [entry["completions/clipped_ratio"] for entry in found["defaults"]["logs"] if "completions/clipped_ratio" in entry]
+        truncated = [
+            entry["completions/clipped_ratio"]
+            for entry in found["defaults"]["logs"]
+            if "completions/clipped_ratio" in entry
+        ]
         self.assertTrue(0 < sum(truncated) / len(truncated) < 1 and truncated[0] > 0, truncated)
 
     def test_shared_prompts(self) -> None:
@@ -213,7 +247,11 @@ class Rollouts(unittest.TestCase):
             "/server_info": ("at connecting to", 1),
         }  # fmt: skip
         for path, (words, after) in places.items():
-            with self.subTest(path), vllm_double.serving("llama", fails=path, after=after) as (_, address), tempfile.TemporaryDirectory() as folder:
+            with (
+                self.subTest(path),
+                vllm_double.serving("llama", fails=path, after=after) as (_, address),
+                tempfile.TemporaryDirectory() as folder,
+            ):
                 said = processes.run(_failed, 4, address, "defaults", 4, 2, folder, seconds=400)
                 self.assertIn("as the test wants it", said[0])
                 for rank in (1, 2, 3):

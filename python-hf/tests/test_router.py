@@ -24,8 +24,16 @@ transformers.utils.logging.set_verbosity_error()
 PROMPT, ANSWERS = [5, 8, 13, 4, 9, 2], [[21, 34, 2], [55, 2, 7, 7], [3, 2]]
 GROUP = {"prompt": PROMPT, "answers": ANSWERS}
 # Turns that branch twice: 1 and 2 go on from 0, 3 and 4 from 1.
-TREE = {"parents": [None, 0, 0, 1, 1], "tokens": [PROMPT, [21, 34, 2], [55, 2], [7, 7, 9], [30, 11, 12, 13]], "weights": [1, 1, 1, 1, 1]}
-PATHS = [[*PROMPT, *TREE["tokens"][1], *TREE["tokens"][3]], [*PROMPT, *TREE["tokens"][1], *TREE["tokens"][4]], [*PROMPT, *TREE["tokens"][2]]]
+TREE = {
+    "parents": [None, 0, 0, 1, 1],
+    "tokens": [PROMPT, [21, 34, 2], [55, 2], [7, 7, 9], [30, 11, 12, 13]],
+    "weights": [1, 1, 1, 1, 1],
+}
+PATHS = [
+    [*PROMPT, *TREE["tokens"][1], *TREE["tokens"][3]],
+    [*PROMPT, *TREE["tokens"][1], *TREE["tokens"][4]],
+    [*PROMPT, *TREE["tokens"][2]],
+]
 CASES = {
     "group": ([GROUP], [PROMPT + answer for answer in ANSWERS]),
     "two groups": ([GROUP, GROUP], [PROMPT + answer for answer in ANSWERS * 2]),
@@ -60,7 +68,10 @@ def _results(rank: int, world: int) -> dict[str, tuple[float, float, float]]:
             total = models.gradients(model)
             dist.all_reduce(total)
             cp.close()
-            far = [abs(a.item() - b.item()) / b.item() for a, b in ((out.aux_loss, expected.aux_loss), (out.loss, expected.loss))]
+            far = [
+                abs(a.item() - b.item()) / b.item()
+                for a, b in ((out.aux_loss, expected.aux_loss), (out.loss, expected.loss))
+            ]
             found[f"{name}, {tile}"] = far[0], far[1], models.apart(total, models.gradients(one))
     return found
 
@@ -101,7 +112,10 @@ class Router(unittest.TestCase):
 
     def test_refusals(self) -> None:
         for found in processes.run(_refused, 2, seconds=200):
-            self.assertIn("slices are given whose tokens are shared by several answers, and output_router_logits is set", found["no weights"])
+            self.assertIn(
+                "slices are given whose tokens are shared by several answers, and output_router_logits is set",
+                found["no weights"],
+            )
             self.assertIn("router_weights has negative numbers", found["negative"])
             self.assertIn("router_weights has the shape (1, 16)", found["another shape"])
             self.assertIn("the inputs of ranks [1] of this group differ", found["other weights"])

@@ -35,7 +35,10 @@ WORDS: dict[str, tuple[str, int, list[int]]] = {
     "rows": ("gemma2", 4, LENGTHS), "scale": ("cohere", 0, LENGTHS), "two tokens": ("llama", 0, [2]),
     "sharded": ("qwen3", 0, LENGTHS),
 }  # fmt: skip
-HEADS: dict[str, tuple[str, int, list[float] | list[int]]] = {"value": ("qwen3", 1, [0.5, -1.0, 2.0, 0.0]), "classes": ("gpt2", 3, [0, 2, 1, 1])}
+HEADS: dict[str, tuple[str, int, list[float] | list[int]]] = {
+    "value": ("qwen3", 1, [0.5, -1.0, 2.0, 0.0]),
+    "classes": ("gpt2", 3, [0, 2, 1, 1]),
+}
 ROUTERS = {"mixtral": 0, "gpt-oss": 4}
 
 
@@ -49,7 +52,13 @@ def rows(lengths: list[int]) -> dict[str, torch.Tensor]:
 
 def head(name: str) -> Any:
     kind, labels, _ = HEADS[name]
-    names = {"n_embd": 36, "n_head": 3, "n_layer": 2, "n_positions": 256, **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)}
+    names = {
+        "n_embd": 36,
+        "n_head": 3,
+        "n_layer": 2,
+        "n_positions": 256,
+        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+    }
     torch.manual_seed(0)
     config = AutoConfig.for_model(kind, **{**models.SMALL, "num_labels": labels, **(names if kind == "gpt2" else {})})
     model = AutoModelForSequenceClassification.from_config(config, attn_implementation="eager", dtype=torch.float32)
@@ -96,7 +105,14 @@ def _job(rank: int, world: int) -> dict[str, Any]:
             scores, entropies = _dense(model, given)
         # A loss that is no sum over tokens, as of preferences: of a batch, not of a rank's tokens.
         weights = torch.linspace(-1, 2, scores.numel()).reshape(scores.shape)
-        keep(name, torch.tanh((weights * scores).sum() * 0.01) + (entropies**2).sum() / 100, model, False, scores, entropies)
+        keep(
+            name,
+            torch.tanh((weights * scores).sum() * 0.01) + (entropies**2).sum() / 100,
+            model,
+            False,
+            scores,
+            entropies,
+        )
     for name, (_, _, labels) in HEADS.items():
         model, given = head(name), rows(LENGTHS)
         if world > 1:
@@ -109,8 +125,18 @@ def _job(rank: int, world: int) -> dict[str, Any]:
             cp = ContextParallel(model, gradients="sum", tile=tile)
         out = model(**given)
         # What a Trainer's evaluation gathers.
-        aux, routers = (out.aux_loss, out.router_logits) if world == 1 else gathered(cp, (out.aux_loss, out.router_logits))
-        keep(name, out.loss, model, True, out.aux_loss, aux, torch.stack(routers)[:, given["attention_mask"].flatten().bool()])
+        aux, routers = (
+            (out.aux_loss, out.router_logits) if world == 1 else gathered(cp, (out.aux_loss, out.router_logits))
+        )
+        keep(
+            name,
+            out.loss,
+            model,
+            True,
+            out.aux_loss,
+            aux,
+            torch.stack(routers)[:, given["attention_mask"].flatten().bool()],
+        )
         if world > 1:
             assert torch.equal(cp.logprobs(given).aux_loss, out.aux_loss)
     return found

@@ -45,7 +45,9 @@ def _eight(rank: int, world: int, file: str) -> dict[str, tuple[float, float]]:
     """Relative errors of loss and gradients, by case."""
     references, found = torch.load(file), {}
 
-    def check(name: str, model: str, pack: dict[str, Any], reference: str, offload: bool = False, **options: Any) -> None:
+    def check(
+        name: str, model: str, pack: dict[str, Any], reference: str, offload: bool = False, **options: Any
+    ) -> None:
         built = models.build(model)
         cp = ContextParallel(built, gradients="sum", **options)
         with torch.autograd.graph.save_on_cpu() if offload else torch.enable_grad():
@@ -71,7 +73,14 @@ def _eight(rank: int, world: int, file: str) -> dict[str, tuple[float, float]]:
     check("prime-rl: ring", "gpt-oss", pack, "gpt-oss", ring=world)
     # Ranks without tokens take part.
     for number, (name, model) in enumerate((name, model) for name in FEW for model in ("smollm2", "gpt-oss")):
-        more: dict[str, Any] = ({}, {"tile": 1}, {"ring": world}, {"ulysses": world}, {"layout": "zigzag"}, {"layout": "contiguous"})[number]
+        more: dict[str, Any] = (
+            {},
+            {"tile": 1},
+            {"ring": world},
+            {"ulysses": world},
+            {"layout": "zigzag"},
+            {"layout": "contiguous"},
+        )[number]
         check(f"{name}, {model} with {more}", model, models.batch(FEW[name]), f"{model}, {name}", **more)
     built = models.build("smollm2")
     cp = ContextParallel(built)
@@ -81,7 +90,10 @@ def _eight(rank: int, world: int, file: str) -> dict[str, tuple[float, float]]:
         whole = cp.gather(out.logits)
         with cp.off():
             usual = built(input_ids=ids).logits
-    found["fewer tokens than ranks, logits"] = (float(out.logits.shape[:2] != (1, len(cp.last.batch.tokens))), models.apart(whole, usual))
+    found["fewer tokens than ranks, logits"] = (
+        float(out.logits.shape[:2] != (1, len(cp.last.batch.tokens))),
+        models.apart(whole, usual),
+    )
     cp.close()
     return found
 
@@ -111,10 +123,16 @@ def _groups(rank: int, world: int, file: str) -> tuple[float, float] | None:
     # On a device the context gets the process group that was given, and not its ranks.
     with mock.patch("cpattn_hf.transformers.parallel.Context", side_effect=Unsupported("as on a device")) as made:
         _refused("as on a device", built, group=dist.group.WORLD, communicator="torch")
-    assert made.call_args.args == (dist.group.WORLD,) and made.call_args.kwargs["communicator"] == "torch", made.call_args
+    assert made.call_args.args == (dist.group.WORLD,) and made.call_args.kwargs["communicator"] == "torch", (
+        made.call_args
+    )
     ContextParallel(built, communicator="own").close()
     # Nothing is left of those: the model is as it was.
-    assert built.config._attn_implementation == "eager" and not built._forward_pre_hooks and getattr(built, "_cpattn", None) is None
+    assert (
+        built.config._attn_implementation == "eager"
+        and not built._forward_pre_hooks
+        and getattr(built, "_cpattn", None) is None
+    )
     return found
 
 
@@ -138,7 +156,11 @@ class SetUps(unittest.TestCase):
     def test_loss_and_gradients_of_one_process(self) -> None:
         pack = models.batch(LENGTHS)
         references = {name: models.alone(name, pack) for name in ("smollm2", "gpt-oss")}
-        references |= {f"{model}, {name}": models.alone(model, models.batch(FEW[name])) for name in FEW for model in ("smollm2", "gpt-oss")}
+        references |= {
+            f"{model}, {name}": models.alone(model, models.batch(FEW[name]))
+            for name in FEW
+            for model in ("smollm2", "gpt-oss")
+        }
         references["few"] = models.alone("gemma3", few_labels())
         with tempfile.TemporaryDirectory() as folder:
             file = str(Path(folder) / "alone")

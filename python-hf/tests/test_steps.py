@@ -72,7 +72,9 @@ WRAPS: dict[str, Callable[[Any], Any]] = {
     "fsdp2": _sharded,
     "fsdp2, kept whole": lambda model: _sharded(model, reshard_after_forward=False),
     "fsdp2, the model alone": fully_shard,
-    "fsdp2, replicas": lambda model: _sharded(model, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards"))),
+    "fsdp2, replicas": lambda model: _sharded(
+        model, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards"))
+    ),
     "fsdp1": _fsdp1,
 }
 ORDERS: tuple[tuple[str, ...], ...] = (

@@ -44,7 +44,9 @@ class Distributed(Trainer):
 class AxolotlTrainer(Packing, Distributed, Trainer):
     """Counts tokens over all processes, and calls Trainer's."""
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
         tokens = (inputs["labels" if "labels" in inputs else "input_ids"] != -100).sum()
         if dist.is_initialized():
             dist.all_reduce(tokens)
@@ -53,26 +55,34 @@ class AxolotlTrainer(Packing, Distributed, Trainer):
 
 
 class Scaled(Trainer):
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
         found = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         return (2 * found[0], found[1]) if return_outputs else 2 * found
 
 
 class Added(Trainer):
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
         loss, out = super().compute_loss(model, inputs, True, num_items_in_batch)
         loss += 1
         return (loss, out) if return_outputs else loss
 
 
 class Twice(AxolotlTrainer):
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
         super().compute_loss(model, dict(inputs), return_outputs, num_items_in_batch)
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
 
 class Alone(Trainer):
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
         out = model(**inputs)
         return (out.loss, out) if return_outputs else out.loss
 
@@ -85,7 +95,9 @@ def _trainer(rank: int, world: int, kind: type[Any], folder: str, model: Any) ->
         folder, use_cpu=True, max_steps=4, gradient_accumulation_steps=2, per_device_train_batch_size=3, per_device_eval_batch_size=4, logging_steps=1, report_to=[],
         disable_tqdm=True, save_strategy="no", seed=5, lr_scheduler_type="constant", optim="sgd", learning_rate=0.1, max_grad_norm=0.0,
     )  # fmt: skip
-    return kind(model=model, args=args, data_collator=DataCollatorWithFlattening(), train_dataset=data, eval_dataset=data[:8])
+    return kind(
+        model=model, args=args, data_collator=DataCollatorWithFlattening(), train_dataset=data, eval_dataset=data[:8]
+    )
 
 
 def _right(rank: int, world: int) -> tuple[list[float], int]:
@@ -127,10 +139,19 @@ class Subclasses(unittest.TestCase):
 
     def test_other_losses_are_refused_by_name(self) -> None:
         for said in processes.run(_refused, 2, seconds=200):
-            self.assertIn("Scaled.compute_loss of test_subclasses called super().compute_loss 1 times and returned another loss", said["Scaled"])
-            self.assertIn("Added.compute_loss of test_subclasses called super().compute_loss 1 times and changed its loss in place", said["Added"])
+            self.assertIn(
+                "Scaled.compute_loss of test_subclasses called super().compute_loss 1 times and returned another loss",
+                said["Scaled"],
+            )
+            self.assertIn(
+                "Added.compute_loss of test_subclasses called super().compute_loss 1 times and changed its loss in place",
+                said["Added"],
+            )
             self.assertIn("Twice.compute_loss of test_subclasses called super().compute_loss 2 times", said["Twice"])
-            self.assertIn("Alone.compute_loss of test_subclasses called super().compute_loss 0 times and returned its own loss", said["Alone"])
+            self.assertIn(
+                "Alone.compute_loss of test_subclasses called super().compute_loss 0 times and returned its own loss",
+                said["Alone"],
+            )
 
 
 if __name__ == "__main__":

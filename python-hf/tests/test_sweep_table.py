@@ -23,7 +23,10 @@ class Table(unittest.TestCase):
         changed = [line for line in after if line not in before]
         self.assertEqual(len(changed), 2, changed)
         self.assertIn("| `llama` | LlamaForCausalLM | refused | a / b &lt;c> | 2030-01-02 |", changed)
-        counts = [next(line for line in lines if line.startswith(f"| {CAUSAL} |")).split(" | ")[1:3] for lines in (before, after)]
+        counts = [
+            next(line for line in lines if line.startswith(f"| {CAUSAL} |")).split(" | ")[1:3]
+            for lines in (before, after)
+        ]
         self.assertEqual([int(counts[1][i]) - int(counts[0][i].rstrip(" |")) for i in range(2)], [-1, 1])
 
     def test_the_other_cell_of_a_model_of_images_stays(self) -> None:

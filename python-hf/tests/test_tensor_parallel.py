@@ -30,7 +30,11 @@ transformers.utils.logging.set_verbosity_error()
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 32}
 LENGTHS = [23, 1, 17, 9, 40]
 NAMES = ("llama", "gemma3", "qwen3")
-SPLIT = {**dict.fromkeys(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"), ColwiseParallel)}
+SPLIT = {
+    **dict.fromkeys(
+        ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"), ColwiseParallel
+    )
+}
 SPLIT |= dict.fromkeys(("self_attn.o_proj", "mlp.down_proj"), RowwiseParallel)
 
 
@@ -61,7 +65,9 @@ def _right(rank: int, world: int, folder: str) -> dict[str, float]:
         loss, expected = torch.load(f"{folder}/{name}.pt")
         # Transformers splits heads over consecutive ranks, and FSDP2 shards over the ranks with one part of them.
         kind = DistributedConfig(tp_size=2, tp_plan="auto", fsdp_size=2)
-        model = transformers.AutoModelForCausalLM.from_pretrained(f"{folder}/{name}", distributed_config=kind, attn_implementation="eager").train()
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            f"{folder}/{name}", distributed_config=kind, attn_implementation="eager"
+        ).train()
         cp = ContextParallel(model, mesh=mesh, timeout=100, tile=8 if name == "gemma3" else 0)
         if name == "qwen3":
             models.checkpointing(model, False)
@@ -72,7 +78,9 @@ def _right(rank: int, world: int, folder: str) -> dict[str, float]:
         scores = cp.logprobs(models.batch(LENGTHS)).log_probs
         found[f"{name}, log-probabilities"] = abs(-scores.sum().item() / models.count(models.batch(LENGTHS)) / loss - 1)
         cp.close()
-        if name != "llama":  # norms of q and k see the heads of a rank alone: their gradients are parts, which Transformers sums
+        if (
+            name != "llama"
+        ):  # norms of q and k see the heads of a rank alone: their gradients are parts, which Transformers sums
             continue
         model = models.build(name, **HEADS)
         by_hand(model, mesh["tp"])
@@ -110,7 +118,12 @@ def _refused(rank: int, world: int) -> dict[str, str]:
 
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world)}
     with tempfile.TemporaryDirectory() as folder:
-        refuse("trainer", lambda: cp.trainer(Trainer)(model=model, args=TrainingArguments(folder, use_cpu=True, report_to=[]), train_dataset=[]))
+        refuse(
+            "trainer",
+            lambda: cp.trainer(Trainer)(
+                model=model, args=TrainingArguments(folder, use_cpu=True, report_to=[]), train_dataset=[]
+            ),
+        )
     cp.close()
     drops = models.build("llama", **HEADS, attention_dropout=0.1)
     by_hand(drops, mesh["tp"])
@@ -125,8 +138,14 @@ def _refused(rank: int, world: int) -> dict[str, str]:
         refuse("seeds of devices", lambda: drops(**models.batch(LENGTHS)))
     assert drops(**models.batch(LENGTHS)).loss.isfinite()
     cp.close()
-    bloom = transformers.AutoModelForCausalLM.from_config(transformers.BloomConfig(vocab_size=96, hidden_size=32, n_layer=1, n_head=4))
-    parallelize_module(bloom.transformer.h[0], mesh["tp"], {"mlp.dense_h_to_4h": ColwiseParallel(), "mlp.dense_4h_to_h": RowwiseParallel()})
+    bloom = transformers.AutoModelForCausalLM.from_config(
+        transformers.BloomConfig(vocab_size=96, hidden_size=32, n_layer=1, n_head=4)
+    )
+    parallelize_module(
+        bloom.transformer.h[0],
+        mesh["tp"],
+        {"mlp.dense_h_to_4h": ColwiseParallel(), "mlp.dense_4h_to_h": RowwiseParallel()},
+    )
     refuse("adapter", lambda: ContextParallel(bloom, mesh=mesh, timeout=60, compare_weights=False))
     return said
 
@@ -139,9 +158,18 @@ class Tensors(unittest.TestCase):
                 model.save_pretrained(f"{folder}/{name}")
                 loss = models.part(model, pack) / models.count(pack)
                 loss.backward()
-                torch.save((loss.item(), {key: one.grad for key, one in model.named_parameters()}), Path(folder) / f"{name}.pt")
+                torch.save(
+                    (loss.item(), {key: one.grad for key, one in model.named_parameters()}), Path(folder) / f"{name}.pt"
+                )
             for found in processes.run(_right, 4, folder, seconds=300):
-                self.assertEqual({case: error for case, error in found.items() if not error <= (1e-5 if "gradients" in case else 1e-6)}, {})
+                self.assertEqual(
+                    {
+                        case: error
+                        for case, error in found.items()
+                        if not error <= (1e-5 if "gradients" in case else 1e-6)
+                    },
+                    {},
+                )
 
     def test_refusals(self) -> None:
         for rank, said in enumerate(processes.run(_refused, 4, seconds=200)):

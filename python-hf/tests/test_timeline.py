@@ -74,7 +74,10 @@ class Timeline(unittest.TestCase):
     def test_spans(self) -> None:
         draw = random.Random(3)
         for _ in range(200):
-            one, other = ([(a, a + draw.randrange(5)) for a in (draw.randrange(30) for _ in range(draw.randrange(6)))] for _ in range(2))
+            one, other = (
+                [(a, a + draw.randrange(5)) for a in (draw.randrange(30) for _ in range(draw.randrange(6)))]
+                for _ in range(2)
+            )
             inside = [{ns for begin, end in spans for ns in range(begin, end)} for spans in (one, other)]
             self.assertEqual(sum(end - begin for begin, end in busy(one)), len(inside[0]))
             self.assertEqual(common(busy(one), busy(other)), len(inside[0] & inside[1]))

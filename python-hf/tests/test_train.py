@@ -59,7 +59,9 @@ class Train(unittest.TestCase):
             one = start(0, f"--json={folder}/one.json", program="finetune.py")
             self.assertEqual(one.returncode, 0, one.stderr)
             plot = Path(folder) / "both.svg"
-            two = start(2, f"--json={folder}/two.json", f"--against={folder}/one.json", f"--plot={plot}", program="finetune.py")
+            two = start(
+                2, f"--json={folder}/two.json", f"--against={folder}/one.json", f"--plot={plot}", program="finetune.py"
+            )
             self.assertEqual(two.returncode, 0, two.stderr)
             losses = [json.loads(Path(folder, name).read_text())["losses"] for name in ("one.json", "two.json")]
             for model in losses[0]:
@@ -74,7 +76,9 @@ class Train(unittest.TestCase):
             one = start(0, f"--json={folder}/one.json", program="grpo.py")
             self.assertEqual(one.returncode, 0, one.stderr)
             plot = Path(folder) / "both.svg"
-            two = start(2, f"--json={folder}/two.json", f"--against={folder}/one.json", f"--plot={plot}", program="grpo.py")
+            two = start(
+                2, f"--json={folder}/two.json", f"--against={folder}/one.json", f"--plot={plot}", program="grpo.py"
+            )
             self.assertEqual(two.returncode, 0, two.stderr)
             rewards = [json.loads(Path(folder, name).read_text())["rewards"] for name in ("one.json", "two.json")]
             for a, b in zip(*rewards, strict=True):
@@ -88,7 +92,14 @@ class Train(unittest.TestCase):
             one = start(0, "deepseek_v32", f"--json={folder}/one.json", program="newest_kinds.py")
             self.assertEqual(one.returncode, 0, one.stderr)
             plot = Path(folder) / "both.svg"
-            two = start(2, "deepseek_v32", f"--json={folder}/two.json", f"--against={folder}/one.json", f"--plot={plot}", program="newest_kinds.py")
+            two = start(
+                2,
+                "deepseek_v32",
+                f"--json={folder}/two.json",
+                f"--against={folder}/one.json",
+                f"--plot={plot}",
+                program="newest_kinds.py",
+            )
             self.assertEqual(two.returncode, 0, two.stderr)
             losses = [json.loads(Path(folder, name).read_text())["losses"] for name in ("one.json", "two.json")]
             for a, b in zip(*losses, strict=True):
@@ -129,7 +140,11 @@ class Train(unittest.TestCase):
             (file := Path(folder) / "first.py").write_text(program)
             done = subprocess.run(
                 [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(file)],
-                env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=240, check=False,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                capture_output=True,
+                text=True,
+                timeout=240,
+                check=False,
             )
         self.assertEqual(done.returncode, 0, done.stderr)
         ranks = [line.split()[1::2] for line in done.stdout.splitlines() if line.startswith("tokens")]

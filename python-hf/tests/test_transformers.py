@@ -44,12 +44,16 @@ def _right(rank: int, world: int, file: str) -> list[str]:
         for number, name in enumerate(models.MODELS):
             model = models.build(name)
             tile = 8 if number % 3 == 1 else 0
-            cp = ContextParallel(model, gradients="sum", ulysses=ulysses, ring=ring, layout=LAYOUTS[number % 3], tile=tile)
+            cp = ContextParallel(
+                model, gradients="sum", ulysses=ulysses, ring=ring, layout=LAYOUTS[number % 3], tile=tile
+            )
             kind = number % 3
             if kind:
                 models.checkpointing(model, kind == 2)
             if kind == 2:
-                model.get_input_embeddings().register_forward_hook(lambda *given: given[-1].requires_grad_() if given[-1].is_leaf else None)
+                model.get_input_embeddings().register_forward_hook(
+                    lambda *given: given[-1].requires_grad_() if given[-1].is_leaf else None
+                )
             loss = model(**models.batch(PACK)).loss
             loss.backward()
             expected, gradients = references[name]
@@ -86,7 +90,11 @@ def _trainer(rank: int, world: int, replicas: int, sft: bool, losses: list[float
     if world > 1:
         kind = ContextParallel(model, replicas=replicas).trainer(kind)
     data = [{"input_ids": document} for document in documents]
-    more: dict[str, Any] = {"data_collator": DataCollatorWithFlattening(), "train_dataset": data, "eval_dataset": data[: 10 if replicas == 1 else 8]}
+    more: dict[str, Any] = {
+        "data_collator": DataCollatorWithFlattening(),
+        "train_dataset": data,
+        "eval_dataset": data[: 10 if replicas == 1 else 8],
+    }
     extra: dict[str, Any] = {}
     if sft:
         import datasets
@@ -109,7 +117,9 @@ def _trainer(rank: int, world: int, replicas: int, sft: bool, losses: list[float
         found.append(trainer.state.num_input_tokens_seen)
         if not sft:
             found.append(trainer.evaluate()["eval_loss"])
-            trainer.data_collator = lambda rows: dict.fromkeys(("input_ids", "labels"), torch.tensor([row["input_ids"][:5] for row in rows]))
+            trainer.data_collator = lambda rows: dict.fromkeys(
+                ("input_ids", "labels"), torch.tensor([row["input_ids"][:5] for row in rows])
+            )
             # Rows of several documents, in a last batch that is smaller: each document is counted once.
             predictions = trainer.predict(data[: 10 if replicas == 1 else 12])
             assert len(predictions.predictions) == len(predictions.label_ids) == (10 if replicas == 1 else 12)
@@ -183,7 +193,9 @@ def _wrapped(rank: int, world: int, file: str) -> dict[str, float]:
         model(**packs[cp.replica % 2]).loss.backward()
         for parameter in model.parameters():
             parameter.grad = parameter.grad.full_tensor()
-        found["FSDP2, tiles, replicas"] = models.apart(models.gradients(model), sum(references[one % 2] for one in range(world)) / world)
+        found["FSDP2, tiles, replicas"] = models.apart(
+            models.gradients(model), sum(references[one % 2] for one in range(world)) / world
+        )
     cp.close()
 
     model = models.build("gpt-oss")
@@ -237,7 +249,10 @@ def _masked(rank: int, world: int) -> dict[str, float]:
         expected.backward()
         gradients = models.gradients(model)
         ends = torch.cat([(pack["position_ids"][0] == 0).nonzero().flatten(), torch.tensor([90])])
-        cases = {"rows": models.rows(pack, pad=first // 2), "ends": {"input_ids": pack["input_ids"], "labels": pack["labels"], "cu_seqlens": ends}}
+        cases = {
+            "rows": models.rows(pack, pad=first // 2),
+            "ends": {"input_ids": pack["input_ids"], "labels": pack["labels"], "cu_seqlens": ends},
+        }
         if not first:
             cases["pack"] = pack
         for tile, (case, inputs) in enumerate(cases.items()):
@@ -251,7 +266,9 @@ def _masked(rank: int, world: int) -> dict[str, float]:
         if first:
             cp = ContextParallel(model)
             plain = models.batch(PACK)
-            losses = [model(**{**plain, "position_ids": plain["position_ids"] + more}).loss.item() for more in (0, first)]
+            losses = [
+                model(**{**plain, "position_ids": plain["position_ids"] + more}).loss.item() for more in (0, first)
+            ]
             cp.close()
             expected = models.part(model, plain, True) / models.count(plain, True)
             found["roberta, both firsts"] = max(abs(loss / expected.item() - 1) for loss in losses)
@@ -260,7 +277,12 @@ def _masked(rank: int, world: int) -> dict[str, float]:
     cp = ContextParallel(small.bfloat16())
     found["roberta, small positions in bf16"] = abs(cp._found.first - 2.0)
     cp.close()
-    for size in (0, 2, 46, 200):  # a token alone, its neighbours, more than half of a document of 40 tokens, more than a document
+    for size in (
+        0,
+        2,
+        46,
+        200,
+    ):  # a token alone, its neighbours, more than half of a document of 40 tokens, more than a document
         model, pack = models.build("modernbert", local_attention=size), models.batch(PACK)
         expected = models.part(model, pack, True) / models.count(pack, True)
         cp = ContextParallel(model)
@@ -285,7 +307,14 @@ def _said() -> tuple[dict[str, str], Any]:
 
 def _refused(rank: int, world: int) -> dict[str, str]:
     """What models of masked words and other encoders refuse, on all ranks."""
-    from transformers import AutoModelForSequenceClassification, BartConfig, BartForConditionalGeneration, BertForMaskedLM, BertModel, ElectraForPreTraining
+    from transformers import (
+        AutoModelForSequenceClassification,
+        BartConfig,
+        BartForConditionalGeneration,
+        BertForMaskedLM,
+        BertModel,
+        ElectraForPreTraining,
+    )
     from transformers import ElectraConfig, ModernBertForMaskedLM
     from transformers.masking_utils import create_bidirectional_mask
     from transformers.models.modernbert import modeling_modernbert
@@ -307,14 +336,27 @@ def _refused(rank: int, world: int) -> dict[str, str]:
     cp.close()
     pooling = AutoModelForSequenceClassification.from_config(models.build("modernbert").config)
     refuse("pooling", Unsupported, lambda: ContextParallel(pooling))
-    small = {"vocab_size": models.WORDS, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 32}
+    small = {
+        "vocab_size": models.WORDS,
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "intermediate_size": 32,
+    }
     bert = BertForMaskedLM(transformers.BertConfig(**small, attention_probs_dropout_prob=0.0))
     cp = ContextParallel(bert)
     left = {"input_ids": torch.ones(1, 514, dtype=torch.int64), "attention_mask": (torch.arange(514) > 9).long()[None]}
     refuse("padding", InvalidArgument, lambda: bert(**left))
     refuse("negative", InvalidArgument, lambda: bert(**{**pack, "position_ids": pack["position_ids"] - 1}))
     cp.close()
-    both = BartConfig(vocab_size=models.WORDS, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4, decoder_attention_heads=4)
+    both = BartConfig(
+        vocab_size=models.WORDS,
+        d_model=32,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+    )
     for name, model in (
         ("base", BertModel(bert.config)), ("replaced", ElectraForPreTraining(ElectraConfig(**small))), ("decoder", BartForConditionalGeneration(both)),
     ):  # fmt: skip
@@ -379,7 +421,11 @@ def _refusals(rank: int, world: int) -> dict[str, str]:
         refuse(name, kind if mine else InvalidArgument, lambda: model(**pack | (more if mine else {})))
     refuse("other", Disagreement, lambda: model(**models.batch(PACK, seed=1 + (rank == 2))))
     refuse("divisor", Disagreement, lambda: model(**pack, num_items_in_batch=85 + (rank == 2)))
-    refuse("hole", Unsupported, lambda: model(input_ids=torch.ones(1, 3, dtype=torch.int64), attention_mask=torch.tensor([[1, 0, 1]])))
+    refuse(
+        "hole",
+        Unsupported,
+        lambda: model(input_ids=torch.ones(1, 3, dtype=torch.int64), attention_mask=torch.tensor([[1, 0, 1]])),
+    )
     refuse("twice", InvalidArgument, lambda: ContextParallel(model))
     refuse("copy", Unsupported, lambda: copy.deepcopy(model))
     assert model(**pack).loss.isfinite()  # and it still works
@@ -414,7 +460,11 @@ def _refusals(rank: int, world: int) -> dict[str, str]:
     # Of ContextParallel itself: no rank waits for one that refuses, or that was told otherwise.
     refuse("dropout", InvalidArgument, lambda: ContextParallel(models.build("llama"), dropout=0.1 if mine else "rank"))
     for name, value in (("tile", 5), ("gradients", "sum"), ("replicas", 3), ("ulysses", 3)):
-        refuse(f"other {name}", Disagreement, lambda: ContextParallel(models.build("llama"), **({name: value} if mine else {})))
+        refuse(
+            f"other {name}",
+            Disagreement,
+            lambda: ContextParallel(models.build("llama"), **({name: value} if mine else {})),
+        )
     refuse("other model", Disagreement, lambda: ContextParallel(models.build("gemma3" if mine else "llama")))
     refuse("replicas", InvalidArgument, lambda: ContextParallel(models.build("llama"), replicas=2))
     refuse("gradients", InvalidArgument, lambda: ContextParallel(models.build("llama"), gradients="max"))
@@ -429,7 +479,9 @@ class Others(unittest.TestCase):
     def test_wrapped_models(self) -> None:
         with tempfile.TemporaryDirectory() as folder:
             file = str(Path(folder) / "alone")
-            torch.save([models.alone("gpt-oss", p)[1] for p in (models.batch(PACK), models.batch([5, 31, 2], seed=4))], file)
+            torch.save(
+                [models.alone("gpt-oss", p)[1] for p in (models.batch(PACK), models.batch([5, 31, 2], seed=4))], file
+            )
             for found in processes.run(_wrapped, 3, file):
                 self.assertLessEqual(max(found.values()), 1e-5, found)
 
@@ -438,7 +490,11 @@ class Others(unittest.TestCase):
             self.assertNotIn("not refused", said.values(), said)
             for name in ("other", "divisor"):
                 self.assertIn("ranks [2]", said[name])
-            for name, word in (("one", "past_key_values"), ("list", "labels is a list"), ("dropout", "dropout is 0.1, 'rank'")):
+            for name, word in (
+                ("one", "past_key_values"),
+                ("list", "labels is a list"),
+                ("dropout", "dropout is 0.1, 'rank'"),
+            ):
                 self.assertIn(word if rank == 1 else "ranks [1] of this group refused", said[name])
             for name, word in (
                 ("mask", "attention_mask"), ("hole", "runs"), ("embeds", "inputs_embeds"), ("dict", "return_dict"),
@@ -472,7 +528,9 @@ class Others(unittest.TestCase):
         from cpattn_hf.transformers.probe import probe
         from transformers.models.musicgen.modeling_musicgen import MusicgenDecoderConfig, MusicgenForCausalLM
 
-        config = MusicgenDecoderConfig(vocab_size=96, hidden_size=32, ffn_dim=48, num_hidden_layers=1, num_attention_heads=4, num_codebooks=1)
+        config = MusicgenDecoderConfig(
+            vocab_size=96, hidden_size=32, ffn_dim=48, num_hidden_layers=1, num_attention_heads=4, num_codebooks=1
+        )
         mixers: Any = None  # refused before they are used
         with self.assertRaisesRegex(Unsupported, "MusicgenForCausalLM embeds tokens with a ModuleList"):
             probe(MusicgenForCausalLM(config), frozenset(), mixers)

@@ -97,7 +97,12 @@ def _changes(rank: int, world: int) -> dict[str, str]:
 def _added(rank: int, world: int) -> dict[str, str]:
     """Adapters that are drawn on each rank after ContextParallel."""
     found, pack = {}, models.batch([9, 14])
-    for name, seed, wrap in (("equal", 1, None), ("drawn", rank, None), ("drawn, sent by DDP", rank, torch.nn.parallel.DistributedDataParallel), ("left out", rank, None)):
+    for name, seed, wrap in (
+        ("equal", 1, None),
+        ("drawn", rank, None),
+        ("drawn, sent by DDP", rank, torch.nn.parallel.DistributedDataParallel),
+        ("left out", rank, None),
+    ):
         model = models.build("llama")
         cp = ContextParallel(model, timeout=60, compare_weights=name != "left out")
         torch.manual_seed(seed)
@@ -120,11 +125,25 @@ class Weights(unittest.TestCase):
                 for name in ("equal", "tied", "one word, left out", "sharded", "sharded, one word", "replicas"):
                     self.assertEqual(found[name], "taken", name)
                 for name, words in (
-                    ("one word", f"Disagreement: {WEIGHT} differs over the ranks of this group (this is rank {rank}): load the same weights"),
+                    (
+                        "one word",
+                        f"Disagreement: {WEIGHT} differs over the ranks of this group (this is rank {rank}): load the same weights",
+                    ),
                     ("a buffer", "Disagreement: model.rotary_emb.inv_freq differs"),
-                    ("a type", f"lm_head.weight of the shape (96, 36) and the type torch.{'bfloat16' if rank == 1 else 'float32'}"),
-                    ("one more", "lm_head.table of the shape (3,)" if rank == 0 else "parameters and buffers differ over the ranks of this group"),
-                    ("replicas, one word", f"Disagreement: {WEIGHT} differs over ranks of this group that hold the same shard"),
+                    (
+                        "a type",
+                        f"lm_head.weight of the shape (96, 36) and the type torch.{'bfloat16' if rank == 1 else 'float32'}",
+                    ),
+                    (
+                        "one more",
+                        "lm_head.table of the shape (3,)"
+                        if rank == 0
+                        else "parameters and buffers differ over the ranks of this group",
+                    ),
+                    (
+                        "replicas, one word",
+                        f"Disagreement: {WEIGHT} differs over ranks of this group that hold the same shard",
+                    ),
                     ("another option", "compare_weights is"),
                     ("no option", "compare_weights is 'yes', True or False is needed"),
                 ):
@@ -133,7 +152,9 @@ class Weights(unittest.TestCase):
     @unittest.skipIf(peft is None, "peft is not installed")
     def test_added_before_the_first_pass(self) -> None:
         for found in processes.run(_added, 2, seconds=200):
-            self.assertIn("self_attn.q_proj.lora_A.default.weight differs over the ranks of this group", found.pop("drawn"))
+            self.assertIn(
+                "self_attn.q_proj.lora_A.default.weight differs over the ranks of this group", found.pop("drawn")
+            )
             self.assertEqual(set(found.values()), {"taken"}, found)
 
     def test_hashes(self) -> None:
@@ -146,7 +167,12 @@ class Weights(unittest.TestCase):
             other[at] = value
             return hashes([other])
 
-        found = [before, changed([0, 1], usual[[1, 0]]), changed([0, 1], -usual[[0, 1]]), changed([7, 7 + (1 << 16)], usual[[7 + (1 << 16), 7]])]
+        found = [
+            before,
+            changed([0, 1], usual[[1, 0]]),
+            changed([0, 1], -usual[[0, 1]]),
+            changed([7, 7 + (1 << 16)], usual[[7 + (1 << 16), 7]]),
+        ]
         found += [changed(at, torch.nextafter(usual[at], torch.tensor(9.0))) for at in (0, 65_535, 65_536, 300_000)]
         self.assertEqual(len({one[0] for one in found}), len(found))
         # The place in memory does not matter.

@@ -65,7 +65,10 @@ class Ranks(unittest.TestCase):
             first = processes.run(_job, 2, stage, folder, 0, 2, False, seconds=200)[0]
             self.assertEqual(first, whole[:2])
             said = processes.run(_job, 3, stage, folder, 2, 4, False, seconds=200)
-            self.assertTrue(all(isinstance(one, str) for one in said), "DeepSpeed takes its own checkpoint with another number of ranks")
+            self.assertTrue(
+                all(isinstance(one, str) for one in said),
+                "DeepSpeed takes its own checkpoint with another number of ranks",
+            )
             self.assertIn("used a DP world size of 2 but the current world size is 3", said[0])
             done = subprocess.run(
                 [

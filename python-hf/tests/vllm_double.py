@@ -52,7 +52,12 @@ class Double:
         if path == "/v1/models":
             return {"data": [{"id": "small"}]}
         if path == "/server_info":
-            return {"vllm_config": {"weight_transfer_config": {"backend": "nccl"}, "model_config": {"logprobs_mode": "processed_logprobs"}}}
+            return {
+                "vllm_config": {
+                    "weight_transfer_config": {"backend": "nccl"},
+                    "model_config": {"logprobs_mode": "processed_logprobs"},
+                }
+            }
         if path == "/get_world_size":
             return {"world_size": 1}
         if path == "/init_weight_transfer_engine":
@@ -78,7 +83,9 @@ class Double:
         assert self.arrived.wait(60), "no tensors came"
         self.arrived.clear()
         found = [(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor in self.tensors]
-        assert found == list(zip(info["names"], info["dtype_names"], map(list, info["shapes"]), strict=True)), "other tensors than announced"
+        assert found == list(zip(info["names"], info["dtype_names"], map(list, info["shapes"]), strict=True)), (
+            "other tensors than announced"
+        )
         tied = ["lm_head.weight"] * bool(self.model.config.tie_word_embeddings)  # sent once
         loaded = self.model.load_state_dict(dict(self.tensors), strict=False)
         assert loaded.unexpected_keys == [] and loaded.missing_keys == tied, loaded
@@ -96,11 +103,22 @@ class Double:
                 if length <= given["max_tokens"]:
                     tokens[-1] = EOS
                 with torch.no_grad():
-                    logits = self.model(input_ids=torch.tensor([[*prompt, *tokens.tolist()]])).logits[0, len(prompt) - 1 : -1] / given["temperature"]
-                scores = logits.log_softmax(-1).gather(-1, tokens[:, None])[:, 0] + SHIFT * (2 * torch.rand(len(tokens), generator=draw) - 1)
+                    logits = (
+                        self.model(input_ids=torch.tensor([[*prompt, *tokens.tolist()]])).logits[
+                            0, len(prompt) - 1 : -1
+                        ]
+                        / given["temperature"]
+                    )
+                scores = logits.log_softmax(-1).gather(-1, tokens[:, None])[:, 0] + SHIFT * (
+                    2 * torch.rand(len(tokens), generator=draw) - 1
+                )
                 scores[torch.rand(len(tokens), generator=draw) < 0.05] = torch.nan
                 names = [f"token_id:{token}" for token in tokens.tolist()]
-                logprobs = {"tokens": names, "token_logprobs": scores.tolist(), "top_logprobs": [{n: s} for n, s in zip(names, scores.tolist(), strict=True)]}
+                logprobs = {
+                    "tokens": names,
+                    "token_logprobs": scores.tolist(),
+                    "top_logprobs": [{n: s} for n, s in zip(names, scores.tolist(), strict=True)],
+                }
                 choices.append({"prompt_token_ids": prompt, "token_ids": tokens.tolist(), "logprobs": logprobs})
         return {"choices": choices}
 
@@ -177,9 +195,16 @@ def install(address: str) -> None:
 
     def init_communicator(self: Any, device: Any = 0) -> None:
         assert self.get_server_info()["weight_transfer_config"] is not None
-        info = {"master_address": "127.0.0.1", "master_port": self.group_port, "rank_offset": 1, "world_size": self.get_world_size() + 1}
+        info = {
+            "master_address": "127.0.0.1",
+            "master_port": self.group_port,
+            "rank_offset": 1,
+            "world_size": self.get_world_size() + 1,
+        }
         with ThreadPoolExecutor(max_workers=1) as executor:
-            future = executor.submit(self._post, f"{self.base_url}/init_weight_transfer_engine", json={"init_info": info})
+            future = executor.submit(
+                self._post, f"{self.base_url}/init_weight_transfer_engine", json={"init_info": info}
+            )
             self.communicator = client.NCCLWeightTransferEngine.trainer_init(info)
             future.result()
 

@@ -24,7 +24,21 @@ from .errors import (
     Unsupported,
     WrongCall,
 )
-from .options import AllToAll, Circulate, CombineTo, Direction, Dtype, Gather, Kind, Layout, LseBase, PlanOptions, Side, Wire, ranks_per_node
+from .options import (
+    AllToAll,
+    Circulate,
+    CombineTo,
+    Direction,
+    Dtype,
+    Gather,
+    Kind,
+    Layout,
+    LseBase,
+    PlanOptions,
+    Side,
+    Wire,
+    ranks_per_node,
+)
 from .plan import Plan
 from .rank import Isa, Rank, check_ring, local_group, nccl_group, nccl_unique_id, on_all, peer_group
 from .ring import Link

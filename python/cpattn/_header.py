@@ -28,7 +28,10 @@ NUMBERS = {"INT64_MAX": 2**63 - 1}
 for _name, _value in re.findall(r"^#define CPATTN_(\w+) (\w+) *$", _text, flags=re.M):
     NUMBERS[_name] = int(NUMBERS.get(_value, _value))
 
-_TYPES: dict[str, Any] = {"void": None, **{name: getattr(ctypes, "c_" + name) for name in ("char", "float", "double", "size_t")}}
+_TYPES: dict[str, Any] = {
+    "void": None,
+    **{name: getattr(ctypes, "c_" + name) for name in ("char", "float", "double", "size_t")},
+}
 _TYPES |= {f"{u}int{bits}_t": getattr(ctypes, f"c_{u}int{bits}") for u in ("u", "") for bits in (8, 16, 32, 64)}
 
 
@@ -90,7 +93,9 @@ for _name, _body in re.findall(r"^typedef struct (\w+) \{(.*?)^\} \1;", _text, f
     _TYPES[_name] = globals()["".join(map(str.capitalize, _name.split("_")[1:]))] = _kind
 
 # Functions that return a status, by their names without cpattn_: the name and type of each parameter.
-FUNCTIONS = {name: _parameters(text) for name, text in re.findall(r"^int32_t cpattn_(\w+)\(([^;]*)\);", _text, flags=re.M)}
+FUNCTIONS = {
+    name: _parameters(text) for name, text in re.findall(r"^int32_t cpattn_(\w+)\(([^;]*)\);", _text, flags=re.M)
+}
 
 UNLIMITED = NUMBERS["UNLIMITED"]
 OK, ENGINE_GROUP = NUMBERS["OK"], NUMBERS["ENGINE_GROUP"]

@@ -89,7 +89,9 @@ class Interruptible:
 
 def no_thread(whose: str, error: RuntimeError) -> DeviceError:
     """The error of a thread that did not start."""
-    return DeviceError(f"the thread of {whose} did not start ({error}): allow this process more threads (ulimit -u, pids.max)")
+    return DeviceError(
+        f"the thread of {whose} did not start ({error}): allow this process more threads (ulimit -u, pids.max)"
+    )
 
 
 def _work(jobs: SimpleQueue[_Job | None]) -> None:

@@ -32,13 +32,19 @@ def misspelt(of: str, unknown: Iterable[str], names: Iterable[str]) -> WrongCall
             "later keys of its document"
         )
     meant = difflib.get_close_matches(name, every, 1)
-    return WrongCall(f"{name} is no argument of {of}{f': is {meant[0]} meant?' if meant else ''}; its arguments are {', '.join(every)}")
+    return WrongCall(
+        f"{name} is no argument of {of}{f': is {meant[0]} meant?' if meant else ''}; its arguments are {', '.join(every)}"
+    )
 
 
 def keywords(function: Callable[..., Any]) -> list[str]:
     """What a function, or the constructor of an object, takes by name."""
     every = inspect.signature(function).parameters.values()
-    return [one.name for one in every if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY) and one.name not in ("self", "cls")]
+    return [
+        one.name
+        for one in every
+        if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY) and one.name not in ("self", "cls")
+    ]
 
 
 def spelled(options: type) -> Callable[[F], F]:
@@ -68,7 +74,11 @@ def named(example: str, options: type | None = None) -> Callable[[type[T]], type
         usual, name = constructor.__init__, kind.__name__
         every = inspect.signature(usual).parameters.values()
         places = [one.name for one in every if one.kind == one.POSITIONAL_OR_KEYWORD][1:]
-        needed = [one.name for one in every if one.default is one.empty and one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)][1:]
+        needed = [
+            one.name
+            for one in every
+            if one.default is one.empty and one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
+        ][1:]
         names = {*keywords(usual), *(options.__annotations__ if options else ())}
         others = options is None and any(one.kind == one.VAR_KEYWORD for one in every)
 
@@ -76,7 +86,9 @@ def named(example: str, options: type | None = None) -> Callable[[type[T]], type
         def checked(self: T, *args: Any, **kwargs: Any) -> None:
             if len(args) > len(places):
                 positions = ", ".join(places)
-                raise WrongCall(f"{name} takes {positions} by position, and was given {len(args)} arguments so: name the others, as in {name}({example})")
+                raise WrongCall(
+                    f"{name} takes {positions} by position, and was given {len(args)} arguments so: name the others, as in {name}({example})"
+                )
             if not others and not kwargs.keys() <= names:
                 raise misspelt(name, kwargs.keys() - names, names)
             if missing := [one for one in needed if one not in kwargs and one not in places[: len(args)]]:

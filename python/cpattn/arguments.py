@@ -64,7 +64,11 @@ def instance(name: str, value: T, kind: Any, needed: str = "") -> T:
 
 def _another(value: Any) -> str:
     """Where a member of an enum stands for a number."""
-    return f", not a member of {type(value).__name__}: are two arguments exchanged?" if isinstance(value, enum.Enum) else ""
+    return (
+        f", not a member of {type(value).__name__}: are two arguments exchanged?"
+        if isinstance(value, enum.Enum)
+        else ""
+    )
 
 
 def whole(name: str, value: Any, low: int, high: int) -> int:
@@ -131,7 +135,11 @@ def c_array(name: str, kind: Any, values: Iterable[Any], count: int | None = Non
     """Numbers as a C array of length `count`, if given."""
     items = listed(name, values)
     # A fast path for long lists of plain numbers in range.
-    if kind not in RANGES or set(map(type, items)) != {int} or not RANGES[kind][0] <= min(items) <= max(items) <= RANGES[kind][1]:
+    if (
+        kind not in RANGES
+        or set(map(type, items)) != {int}
+        or not RANGES[kind][0] <= min(items) <= max(items) <= RANGES[kind][1]
+    ):
         items = [c_value(f"{name}[{at}]", kind, item) for at, item in enumerate(items)]
     if count is not None and len(items) != count:
         raise InvalidArgument(f"{name} has length {len(items)}, {count} is needed")

@@ -117,7 +117,9 @@ class EngineTransport(Transport):
         try:
             # The library notifies the others if it cannot connect for want of threads.
             connects = name == "engine_connect"
-            self._interruptible(lambda: self.kept.call(name, self._handle, *arguments), self.abort, needs_thread=not connects)
+            self._interruptible(
+                lambda: self.kept.call(name, self._handle, *arguments), self.abort, needs_thread=not connects
+            )
         finally:
             self._calls.remove(name)
 
@@ -200,7 +202,9 @@ def _report(context: int, failure: BaseException, text: Any) -> int:
     with suppress(BaseException):  # without a text, the failure is still reported
         entry = _engines[context]
         known = isinstance(failure, entry.engine.failures)
-        message = (str(failure) if known else f"{type(failure).__name__}: {failure}").encode()[: _header.ENGINE_TEXT - 1]
+        message = (str(failure) if known else f"{type(failure).__name__}: {failure}").encode()[
+            : _header.ENGINE_TEXT - 1
+        ]
         ctypes.memmove(text, message, len(message))
         if known:
             return _header.ENGINE_GROUP
@@ -221,7 +225,9 @@ def _wait(entry: _Entry, request: int, timeout_ms: int) -> None:
 
 def _give(value: bytes, there: int, there_bytes: Any) -> None:
     if len(value) > _header.ENGINE_VALUE:
-        raise InvalidArgument(f"a value of the store has {len(value)} bytes, at most {_header.ENGINE_VALUE} are allowed")
+        raise InvalidArgument(
+            f"a value of the store has {len(value)} bytes, at most {_header.ENGINE_VALUE} are allowed"
+        )
     ctypes.memmove(there, value, len(value))
     there_bytes[0] = len(value)
 

@@ -170,7 +170,11 @@ def at_least_1(name: str, value: Any) -> int:
 def _scale(name: str, value: Any) -> float:
     # In C 0 is the default.
     if not (scale := number(name, value)):
-        raise refused(name, value, "a number other than 0 is needed; None is 1/√head_dim, and with q of zeros all weights are equal")
+        raise refused(
+            name,
+            value,
+            "a number other than 0 is needed; None is 1/√head_dim, and with q of zeros all weights are equal",
+        )
     return scale
 
 
@@ -210,7 +214,9 @@ def checked(options: PlanOptions, heads: int, of: str = "a plan", more: Iterable
     and `more` are the names of its other ones."""
     if unknown := sorted(options.keys() - PlanOptions.__annotations__.keys()):
         raise misspelt(of, unknown, {*PlanOptions.__annotations__, *more})
-    values: dict[str, Any] = {name: value for name, value in options.items() if value is not None or name not in _OPTIONAL}
+    values: dict[str, Any] = {
+        name: value for name, value in options.items() if value is not None or name not in _OPTIONAL
+    }
     for name, value in list(values.items()):
         if name == "alibi_slopes":
             values |= c_slopes(name, value, heads)
@@ -231,10 +237,14 @@ def kinds_of(name: str, kinds: Any) -> list[tuple[int, dict[str, Any]]]:
     """Kinds of layers, each a number of layers and keywords of `Plan`."""
     pairs = attempt(lambda: [(count, {**kind}) for count, kind in kinds])
     if pairs is None or isinstance(kinds, str | Mapping):
-        raise refused(name, kinds, "a sequence of pairs is needed: a number of layers and a dictionary of keywords of Plan")
+        raise refused(
+            name, kinds, "a sequence of pairs is needed: a number of layers and a dictionary of keywords of Plan"
+        )
     for _, kind in pairs:
         if common := [option for option in (*CHOSEN, *sorted(RUNS)) if option in kind]:
-            raise InvalidArgument(f"{name}: a kind of layer has {common[0]}, which all kinds share: give it as a separate argument")
+            raise InvalidArgument(
+                f"{name}: a kind of layer has {common[0]}, which all kinds share: give it as a separate argument"
+            )
         names = {"heads", "head_dim", "slices", "dtype"} | PlanOptions.__annotations__.keys() - {*CHOSEN, *RUNS}
         if unknown := kind.keys() - names:
             raise misspelt(f"a kind of layer in {name}", map(str, unknown), names)

@@ -57,7 +57,9 @@ class Packing(NamedTuple):
     tokens_of: Packing | None = None
 
     @classmethod
-    def of(cls, cu_seqlens: Any, cu_seqlens_k: Any = None, q_start: Any = None, slices: Iterable[Slice] | None = None) -> Packing:
+    def of(
+        cls, cu_seqlens: Any, cu_seqlens_k: Any = None, q_start: Any = None, slices: Iterable[Slice] | None = None
+    ) -> Packing:
         """From arguments, which are refused by their names."""
         ends = numbers_of("cu_seqlens", cu_seqlens)
         of_k = None if cu_seqlens_k is None else numbers_of("cu_seqlens_k", cu_seqlens_k)
@@ -118,7 +120,13 @@ def kind_of(q: Shaped, k: Shaped, v: Shaped, dtype: Dtype, sinks: int, layer: La
     kind = checked(options, q.shape[1])  # type: ignore[arg-type]
     if kind.pop("alibi_rows", None) is not None:
         kind["alibi_slopes"] = layer.alibi_slopes  # as a key, which an array of C is not
-    shape = {"heads": q.shape[1], "kv_heads": k.shape[1], "head_dim": q.shape[2], "value_dim": v.shape[2], "dtype": dtype}
+    shape = {
+        "heads": q.shape[1],
+        "kv_heads": k.shape[1],
+        "head_dim": q.shape[2],
+        "value_dim": v.shape[2],
+        "dtype": dtype,
+    }
     return {**kind, **shape, **({"sinks": sinks} if sinks else {})}
 
 

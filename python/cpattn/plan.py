@@ -20,7 +20,20 @@ from ._header import UNLIMITED
 from ._library import call, status_of, text_of
 from ._signature import named, resolved, spelled
 from .errors import InvalidArgument
-from .options import RUNS, AllToAll, CombineTo, Direction, Dtype, Layout, PlanOptions, Side, at_least_1, checked, dtype_of, kinds_of
+from .options import (
+    RUNS,
+    AllToAll,
+    CombineTo,
+    Direction,
+    Dtype,
+    Layout,
+    PlanOptions,
+    Side,
+    at_least_1,
+    checked,
+    dtype_of,
+    kinds_of,
+)
 from .slices import Slice, c_slices
 from .slices import checked as checked_slices
 from .tensors import Array, Given
@@ -203,7 +216,11 @@ class Plan:
         self, members: dict[str, Any], heads: int, head_dim: int, dtype: Any, options: PlanOptions
     ) -> list[Any]:
         """Pointers to problem and options for the library, from checked arguments. The plan keeps some of them, and gets a handle."""
-        self.heads, self.head_dim, self.world = at_least_1("heads", heads), at_least_1("head_dim", head_dim), members["world"]
+        self.heads, self.head_dim, self.world = (
+            at_least_1("heads", heads),
+            at_least_1("head_dim", head_dim),
+            members["world"],
+        )
         members |= checked(options, self.heads)
         self.settings: dict[str, Any] = {**{name: members[name] for name in RUNS & members.keys()}, **options}
         self.slices: tuple[Slice, ...] | None = members.get("of_slices")
@@ -216,7 +233,10 @@ class Plan:
         self.handle = c_void_p()
         weakref.finalize(self, status_of, "plan_destroy", self.handle)
         structs = _header.Problem, _header.Options
-        return [pointer(struct(**{name: members[name] for name, *_ in struct._fields_ if name in members})) for struct in structs]
+        return [
+            pointer(struct(**{name: members[name] for name, *_ in struct._fields_ if name in members}))
+            for struct in structs
+        ]
 
     def describe(self) -> PlanInfo:
         """The plan's mesh, layout, tokens and fingerprint: see `PlanInfo`."""
@@ -264,7 +284,9 @@ class Plan:
 
         return Schedule.of(self, rank, direction)
 
-    def all_to_all_schedule(self, rank: int, direction: AllToAll | str, side: Side | str, dim: int, dtype: Dtype | str | object) -> Schedule:
+    def all_to_all_schedule(
+        self, rank: int, direction: AllToAll | str, side: Side | str, dim: int, dtype: Dtype | str | object
+    ) -> Schedule:
         """The same for the all-to-all of one tensor with the tokens and heads of a side."""
         from .schedule import Schedule
 

@@ -124,7 +124,11 @@ class Rank:
             if key_indices is not None:
                 raise errors.Unsupported("key_indices and block_table are both given: gather the pages into k and v")
             keys = _pages(operands, block_table, page_size, page_stride)
-        elif (lonely := [f"{name} is {value!r}" for name, value in (("page_size", page_size), ("page_stride", page_stride)) if value is not None]):
+        elif lonely := [
+            f"{name} is {value!r}"
+            for name, value in (("page_size", page_size), ("page_stride", page_stride))
+            if value is not None
+        ]:
             raise errors.InvalidArgument(f"block_table is None, and {lonely[0]}: give both, or none")
         elif key_indices is not None:
             keys = _lists(operands, key_indices)
@@ -155,14 +159,30 @@ class Rank:
         tokens], is the gradient of lse, if something was computed from lse too; it is not used where lse is -inf. `dropout_seed` and
         `key_indices` are those of the forward; rows of k and v that no token lists get gradients 0. `lse_base` is that of `lse`, and of
         the lse that `d_lse` is the gradient of."""
-        tensors = dict(q=q, k=k, v=v, sinks=sinks, o=o, lse=lse, d_o=d_o, dq=dq, dk=dk, dv=dv, dsinks=dsinks, d_lse=d_lse)
+        tensors = dict(
+            q=q, k=k, v=v, sinks=sinks, o=o, lse=lse, d_o=d_o, dq=dq, dk=dk, dv=dv, dsinks=dsinks, d_lse=d_lse
+        )
         operands = all_given({"dq", "dk", "dv", "dsinks"}, **tensors)
         keys = None if key_indices is None else _lists(operands, key_indices)
         self._attend("backward", _header.BackwardArgs, plan, stream, operands, dropout_seed, keys, lse_base)
 
-    def _attend(self, name: str, struct: Any, plan: Plan, stream: Any, operands: dict[str, Given], seed: int | None, keys: Any, lse_base: LseBase | str) -> None:
+    def _attend(
+        self,
+        name: str,
+        struct: Any,
+        plan: Plan,
+        stream: Any,
+        operands: dict[str, Given],
+        seed: int | None,
+        keys: Any,
+        lse_base: LseBase | str,
+    ) -> None:
         stream, members = _address("stream", stream), {name for name, *_ in struct._fields_}
-        args = struct(stream=stream, lse_base=one_of("lse_base", lse_base, LseBase), **{name: g.pointer for name, g in operands.items() if name in members})
+        args = struct(
+            stream=stream,
+            lse_base=one_of("lse_base", lse_base, LseBase),
+            **{name: g.pointer for name, g in operands.items() if name in members},
+        )
         if seed is not None:
             args.dropout_seed = pointer(c_uint64(whole("dropout_seed", seed, *RANGES[c_uint64])))
         if keys is not None:
@@ -174,13 +194,17 @@ class Rank:
                 raise
             raise errors.InvalidArgument(f"{error}: convert the tensor, or make the Plan with another dtype") from error
 
-    def to_heads(self, plan: Plan, side: Side | str, source: Array, to: Array, stream: int | c_void_p | None = None) -> None:
+    def to_heads(
+        self, plan: Plan, side: Side | str, source: Array, to: Array, stream: int | c_void_p | None = None
+    ) -> None:
         """For your own kernel that mixes whole sequences (linear attention, state space models): from this rank's tokens and all
         heads, [own tokens, heads, dim], to all tokens of the ring share, in the layout's order, and this rank's heads (`Plan.share`),
         [tokens, own heads, dim]. `to` is compact. All ranks of the group call it."""
         self._all_to_all("rank_to_heads", plan, side, source, to, stream)
 
-    def to_tokens(self, plan: Plan, side: Side | str, source: Array, to: Array, stream: int | c_void_p | None = None) -> None:
+    def to_tokens(
+        self, plan: Plan, side: Side | str, source: Array, to: Array, stream: int | c_void_p | None = None
+    ) -> None:
         """The inverse of `to_heads`. `source` is compact. If several ranks hold a kv head, `to` gets the sum over them, as for
         gradients."""
         self._all_to_all("rank_to_tokens", plan, side, source, to, stream)
@@ -214,7 +238,11 @@ class Rank:
         `lse_base="base_2"`, which devices refuse, both lse are to base 2."""
         to, stream = one_of("to", to, CombineTo), _address("stream", stream)
         operands = all_given({"o", "lse"}, partial_o=partial_o, partial_lse=partial_lse, sinks=sinks, o=o, lse=lse)
-        args = _header.CombineArgs(stream=stream, lse_base=one_of("lse_base", lse_base, LseBase), **{name: g.pointer for name, g in operands.items()})
+        args = _header.CombineArgs(
+            stream=stream,
+            lse_base=one_of("lse_base", lse_base, LseBase),
+            **{name: g.pointer for name, g in operands.items()},
+        )
         self._run("rank_combine", _handle(plan), to.value, byref(args), keep=operands, stream=stream)
 
     def check_ring(self, bytes: int = 4 << 20) -> list[Link]:
@@ -236,7 +264,9 @@ class Rank:
             if isinstance(error, errors.PeerError) and isinstance(failure, errors.PeerError):
                 error.peer = failure.peer
             raise error from failure
-        return [Link(getattr(link, "from"), link.to, link.latency, link.bytes_per_second) for link in links[: count.value]]
+        return [
+            Link(getattr(link, "from"), link.to, link.latency, link.bytes_per_second) for link in links[: count.value]
+        ]
 
     def record(self, capacity: int = 1 << 16) -> None:
         """Starts to record this rank's operations, at most `capacity` of them; 0 stops."""
@@ -269,10 +299,17 @@ class Rank:
         ranks. All three are on the CPU, also for a rank on a device."""
         handle, operands = _handle(plan), (Given("fill", fill), Given("rows", rows), Given("out", out, written=True))
         one, of = (tensor.pointer.contents for tensor in operands[:2])
-        count, kinds = math.prod(one.shape[: one.ndim]), [(t.dtype.code, t.dtype.bits, t.device.device_type) for t in (one, of)]
+        count, kinds = (
+            math.prod(one.shape[: one.ndim]),
+            [(t.dtype.code, t.dtype.bits, t.device.device_type) for t in (one, of)],
+        )
         if kinds[0] != kinds[1] or count != 1:
-            found, needed = (f"DLPack type {code}, {bits} bits, on device type {device}" for code, bits, device in kinds)
-            raise errors.InvalidArgument(f"fill has {count} elements of {found}, and rows has {needed}: give fill 1 element of the type of rows")
+            found, needed = (
+                f"DLPack type {code}, {bits} bits, on device type {device}" for code, bits, device in kinds
+            )
+            raise errors.InvalidArgument(
+                f"fill has {count} elements of {found}, and rows has {needed}: give fill 1 element of the type of rows"
+            )
         address = c_void_p(one.data + one.byte_offset)
         self._run("rank_shift", handle, by, address, operands[1].pointer, operands[2].pointer, keep=operands)
 
@@ -316,7 +353,9 @@ def _pages(operands: dict[str, Given], block_table: Array, page_size: int | None
 def _lists(operands: dict[str, Given], key_indices: Array) -> Any:
     """The keys that each token lists, for C; the lists are kept in `operands`."""
     operands["key_indices"] = lists = Given("key_indices", key_indices)
-    address, tokens, heads, entries = whole_numbers("key_indices", lists.pointer.contents, ("tokens", "heads", "entries"))
+    address, tokens, heads, entries = whole_numbers(
+        "key_indices", lists.pointer.contents, ("tokens", "heads", "entries")
+    )
     return _header.Keys(kind=_header.KEYS_LISTED, key_indices=address, tokens=tokens, heads=heads, entries=entries)
 
 
@@ -396,7 +435,9 @@ def nccl_group(
     It joins the ranks with the same `unique_id`, or uses an existing communicator (`comm`, the address of an ncclComm_t), which it
     aborts after a failure only with `may_abort`.
     """
-    return Rank(nccl_transport(unique_id, comm, may_abort, rank=rank, world=world, device=device, deadline_ms=deadline_ms))
+    return Rank(
+        nccl_transport(unique_id, comm, may_abort, rank=rank, world=world, device=device, deadline_ms=deadline_ms)
+    )
 
 
 def nccl_transport(

@@ -32,5 +32,7 @@ def table(links: list[Link], slow: float = 3.0) -> str:
     for link in links:
         late = link.latency > slow * latency or link.bytes_per_second < rate / slow
         name = f"{link.source} -> {link.target}"
-        lines.append(f"{name:>14}{link.latency * 1e6:>14.1f}{link.bytes_per_second / 1e9:>10.3f}{'   slow' if late else ''}")
+        lines.append(
+            f"{name:>14}{link.latency * 1e6:>14.1f}{link.bytes_per_second / 1e9:>10.3f}{'   slow' if late else ''}"
+        )
     return "\n".join(lines)

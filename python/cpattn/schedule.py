@@ -27,7 +27,9 @@ class Tensor(enum.IntEnum):
     DSINKS are [1, heads, n] for n sinks of each head; in a reproducible plan the buffers before SINK_TOTAL are [1, heads, 28·n]: exact
     sums of 28 words for each sink. OWN_... are of an all-to-all, PARTIAL_... of a combine."""
 
-    Q, K, V, O, LSE, D_O, DQ, DK, DV, SINKS, DSINKS, D_LSE, MAX_LOGIT, OWN_TOKENS, OWN_HEADS, PARTIAL_O, PARTIAL_LSE = range(17)
+    Q, K, V, O, LSE, D_O, DQ, DK, DV, SINKS, DSINKS, D_LSE, MAX_LOGIT, OWN_TOKENS, OWN_HEADS, PARTIAL_O, PARTIAL_LSE = (
+        range(17)
+    )
 
 
 class OpKind(enum.IntEnum):
@@ -234,7 +236,9 @@ class Schedule:
         return cls._copied(handle, rank, way)
 
     @classmethod
-    def of_all_to_all(cls, plan: Plan, rank: int, direction: AllToAll | str, side: Side | str, dim: int, dtype: Any) -> Schedule:
+    def of_all_to_all(
+        cls, plan: Plan, rank: int, direction: AllToAll | str, side: Side | str, dim: int, dtype: Any
+    ) -> Schedule:
         """The schedule of an all-to-all: `Plan.all_to_all_schedule`."""
         way, handle = one_of("direction", direction, AllToAll), c_void_p()
         of = way.value, one_of("side", side, Side).value, at_least_1("dim", dim), dtype_of(dtype).value
@@ -255,7 +259,16 @@ class Schedule:
         try:
             call("schedule_describe", handle, byref(info))
             buffers = tuple(
-                Buffer(b.name.decode(), None if b.tensor < 0 else Tensor(b.tensor), Dtype(b.dtype), b.rows, b.heads, b.dim, b.offset, bool(b.written))
+                Buffer(
+                    b.name.decode(),
+                    None if b.tensor < 0 else Tensor(b.tensor),
+                    Dtype(b.dtype),
+                    b.rows,
+                    b.heads,
+                    b.dim,
+                    b.offset,
+                    bool(b.written),
+                )
                 for b in _array(info.buffers, info.buffer_count)
             )
             ops = tuple(_op(handle, index) for index in range(info.op_count))
@@ -282,9 +295,15 @@ def _view(struct: Any) -> View:
 def _op(handle: c_void_p, index: int) -> Op:
     op = _header.Op()
     call("schedule_op", handle, index, byref(op))
-    messages = (OpMessage(_view(m.view), m.offset, m.bytes, m.peer, m.tag, bool(m.send)) for m in _array(op.messages, op.message_count))
+    messages = (
+        OpMessage(_view(m.view), m.offset, m.bytes, m.peer, m.tag, bool(m.send))
+        for m in _array(op.messages, op.message_count)
+    )
     sources = [_view(v) for v in _array(op.sources, op.source_count)]
-    sums = (Sum(_view(s.dst), tuple(sources[s.sources_begin : s.sources_end]), s.part) for s in _array(op.sums, op.sum_count))
+    sums = (
+        Sum(_view(s.dst), tuple(sources[s.sources_begin : s.sources_end]), s.part)
+        for s in _array(op.sums, op.sum_count)
+    )
     lists = op.ranges
     k: tuple[Range, ...] = tuple(_tuple(Range, r) for r in _array(lists.k, lists.k_count))
     bands: list[Band] = [_tuple(Band, b) for b in _array(lists.bands, lists.band_count)]

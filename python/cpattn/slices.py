@@ -86,7 +86,11 @@ def checked(name: str, slices: Iterable[Slice]) -> tuple[Slice, ...]:
     for at, item in enumerate(items):
         for field, value in zip(item._fields, item):
             if value is not None or field not in Slice._field_defaults:
-                whole(f"{name}[{at}].{field}", value, *(RANGES[c_int64] if field in Slice._field_defaults else (0, _TOKENS)))
+                whole(
+                    f"{name}[{at}].{field}",
+                    value,
+                    *(RANGES[c_int64] if field in Slice._field_defaults else (0, _TOKENS)),
+                )
     return tuple(Slice(*map(operator.index, item.complete)) for item in items)  # type: ignore[arg-type]
 
 
@@ -390,20 +394,28 @@ def from_dense(mask: Any) -> list[Slice]:
         rows = listed("mask", mask, "rows")
         lengths = sorted({attempt(len, row) or 0 for row in rows})
         if len(lengths) > 1:
-            raise InvalidArgument(f"mask has rows of {lengths[0]} and of {lengths[1]} k tokens, rows of one length are needed")
+            raise InvalidArgument(
+                f"mask has rows of {lengths[0]} and of {lengths[1]} k tokens, rows of one length are needed"
+            )
         shape = (len(rows), *lengths) if rows else (0, 0)
     if len(shape) != 2:
         raise InvalidArgument(f"mask has the shape {shape}, [q tokens, k tokens] is needed")
     for side, n in zip("qk", shape):
         if n > DENSE:
-            raise InvalidArgument(f"mask has {n} {side} tokens, at most {DENSE} are possible: make the slices themselves")
+            raise InvalidArgument(
+                f"mask has {n} {side} tokens, at most {DENSE} are possible: make the slices themselves"
+            )
     values = attempt(lambda: list(map(list, mask.tolist() if hasattr(mask, "tolist") else mask)))
     packed = None if values is None else attempt(lambda: [bytes(map(bool, row)) for row in values])
     if values is None or packed is None or isinstance(mask, str):
         raise refused("mask", mask, "rows of booleans are needed")
     for q, row in enumerate(values):
         if attempt(lambda: set(row) <= {0, 1}) is not True:
-            raise refused(f"mask[{q}]", row, "True (allowed) or False is needed for each pair: compare numbers that are added to scores with 0")
+            raise refused(
+                f"mask[{q}]",
+                row,
+                "True (allowed) or False is needed for each pair: compare numbers that are added to scores with 0",
+            )
     by_query, every = _sweep(packed), b"".join(packed)
     by_key = _sweep(every[k :: shape[1]] for k in range(shape[1]))
     if len(by_query) <= len(by_key):

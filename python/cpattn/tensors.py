@@ -85,7 +85,10 @@ class Given:
                 self.kept = export(**how)
             if _is_capsule(self.kept, b"dltensor_versioned"):
                 versioned = Versioned.from_address(_pointer_of(self.kept, b"dltensor_versioned"))
-                self.pointer, read_only = ctypes.pointer(versioned.tensor), read_only or bool(versioned.flags & READ_ONLY)
+                self.pointer, read_only = (
+                    ctypes.pointer(versioned.tensor),
+                    read_only or bool(versioned.flags & READ_ONLY),
+                )
             else:  # a DLTensor is the capsule's first member
                 self.pointer = ctypes.cast(_pointer_of(self.kept, b"dltensor"), TensorP)
         except Exception as error:
@@ -105,11 +108,15 @@ def whole_numbers(name: str, given: Any, dims: Sequence[str], device: int = DEVI
     shape, kind = tuple(given.shape[: given.ndim]), (given.dtype.code, given.dtype.bits, given.device.device_type)
     if kind != (0, 32, device):
         needed = "the CPU" if device == DEVICE_CPU else f"device type {device}, where k is,"
-        raise InvalidArgument(f"{name} is of DLPack type {kind[0]}, {kind[1]} bits, on device type {kind[2]}, int32 on {needed} is needed")
+        raise InvalidArgument(
+            f"{name} is of DLPack type {kind[0]}, {kind[1]} bits, on device type {kind[2]}, int32 on {needed} is needed"
+        )
     if len(shape) != len(dims):
         raise InvalidArgument(f"{name} is of shape {shape}, [{', '.join(dims)}] is needed")
     if given.strides and math.prod(shape):
         strides, compact = given.strides[: len(shape)], [math.prod(shape[at + 1 :]) for at in range(len(shape))]
         if any(stride != right for stride, right, size in zip(strides, compact, shape, strict=True) if size > 1):
             raise InvalidArgument(f"{name} has strides {tuple(strides)}, a contiguous one is needed")
-    return ctypes.cast(c_void_p(given.data + given.byte_offset if given.data else None), ctypes.POINTER(c_int32)), *shape
+    return ctypes.cast(
+        c_void_p(given.data + given.byte_offset if given.data else None), ctypes.POINTER(c_int32)
+    ), *shape

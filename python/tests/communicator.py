@@ -30,7 +30,14 @@ import cpattn
 from cpattn.torch import Context, nccl
 from cuda_ranks import DEVICE, DIM, DOCUMENTS, HEADS, KV_HEADS, Driver, batch, on_cpu, part, report
 
-SHAPE: dict[str, Any] = {"heads": HEADS, "kv_heads": KV_HEADS, "head_dim": DIM, "dtype": torch.float16, "ring": WORLD, "ulysses": 1}
+SHAPE: dict[str, Any] = {
+    "heads": HEADS,
+    "kv_heads": KV_HEADS,
+    "head_dim": DIM,
+    "dtype": torch.float16,
+    "ring": WORLD,
+    "ulysses": 1,
+}
 FLOAT, SUM = 7, 0
 
 
@@ -100,7 +107,11 @@ def over_torch(**more: Any) -> Context:
 
 def refusals() -> None:
     """Each before anything waits for the other rank, and on both ranks."""
-    refused(cpattn.InvalidArgument, "communicator is 'nccl', 'own' or 'torch' is needed", lambda: over_torch(communicator="nccl"))
+    refused(
+        cpattn.InvalidArgument,
+        "communicator is 'nccl', 'own' or 'torch' is needed",
+        lambda: over_torch(communicator="nccl"),
+    )
     refused(cpattn.InvalidArgument, "communicator is 'torch', 'own' is needed on cpu", lambda: over_torch(device="cpu"))
     refused(cpattn.InvalidArgument, "group is [0, 1], a process group is needed", lambda: over_torch(group=[0, 1]))
     refused(cpattn.Unsupported, "group has the backend ProcessGroupGloo for cuda, and torch.__version__ is", over_torch)
@@ -128,7 +139,9 @@ def runs(owner: Owner, driver: Driver, whole: dict[str, bytes], want: dict[str, 
     (context,) = contexts[1:]
     context.rank.poll()
     words = "PyTorch has ended the NCCL communicator of the context"
-    refused(cpattn.InvalidHandle, words, lambda: part(driver, context.plan(DOCUMENTS), whole, want, NUMBER, context.rank))
+    refused(
+        cpattn.InvalidHandle, words, lambda: part(driver, context.plan(DOCUMENTS), whole, want, NUMBER, context.rank)
+    )
     context.close()
 
 
@@ -159,7 +172,11 @@ def a_rank_is_missing(owner: Owner, driver: Driver, whole: dict[str, bytes], wan
     plan = context.plan(DOCUMENTS)
     dist.barrier()
     if NUMBER == 0:
-        refused(cpattn.PeerError, "rank 1 did not answer within", lambda: part(driver, plan, whole, want, NUMBER, context.rank))
+        refused(
+            cpattn.PeerError,
+            "rank 1 did not answer within",
+            lambda: part(driver, plan, whole, want, NUMBER, context.rank),
+        )
         assert owner._comm_ptr(), "the communicator of the group is not aborted"
         owner.end("ncclCommAbort")
     dist.barrier()
@@ -180,7 +197,11 @@ def main() -> None:
     current._current = lambda _: nullcontext()  # which asks PyTorch's CUDA
     current._of_torch = lambda: (2, 14 + NUMBER, 3)
     os.environ["CPATTN_NCCL_VERSION"] = "21403"
-    words = "PyTorch has NCCL 2.15.3, and libnccl.so.2 is 2.14.3" if NUMBER else "communicator='torch' is refused on rank 1: see the error"
+    words = (
+        "PyTorch has NCCL 2.15.3, and libnccl.so.2 is 2.14.3"
+        if NUMBER
+        else "communicator='torch' is refused on rank 1: see the error"
+    )
     refused(cpattn.Unsupported, words, over_torch)
     current._of_torch = lambda: (2, 14, 3)
     whole = batch()

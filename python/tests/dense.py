@@ -46,7 +46,9 @@ def dense(
     return torch.einsum("hqk,khd->qhd", s.softmax(2)[:, :, : len(k)] * some, v)
 
 
-def allowed_by(slices: Sequence[Slice], q_tokens: int, k_tokens: int, left: int | None = None, right: int | None = None) -> Tensor:
+def allowed_by(
+    slices: Sequence[Slice], q_tokens: int, k_tokens: int, left: int | None = None, right: int | None = None
+) -> Tensor:
     """The pairs of slices within a window of `left` keys before and `right` keys after a query, by the definition of a slice."""
     pairs = torch.zeros(q_tokens, k_tokens, dtype=torch.int64)
     for q_begin, q_end, k_begin, k_end, start, low, high in slices:

@@ -92,7 +92,12 @@ def job(rank: int, world: int, kind: str, seed: int) -> str:
     # A rank that plans something else is told so; it is not a matter of time.
     try:
         context = Context(
-            heads=4, kv_heads=2, head_dim=8, dtype=torch.float64, ulysses=ulysses, ring=world // ulysses,
+            heads=4,
+            kv_heads=2,
+            head_dim=8,
+            dtype=torch.float64,
+            ulysses=ulysses,
+            ring=world // ulysses,
             timeout=60.0 if kind == "plans" else DEADLINE,
         )
         for at in range({"plans": STEPS, "paused": 40}.get(kind, 1000)):
@@ -164,7 +169,9 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=8)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--kinds", default=",".join(KINDS), help="of these")
-    parser.add_argument("--slack", type=float, default=SLACK, help="seconds beyond the deadline, on a machine that has much else to do")
+    parser.add_argument(
+        "--slack", type=float, default=SLACK, help="seconds beyond the deadline, on a machine that has much else to do"
+    )
     parser.add_argument("--verbose", action="store_true", help="what each rank said")
     given = parser.parse_args()
     kinds = given.kinds.split(",")
@@ -180,10 +187,17 @@ def main() -> None:
         slowest = max([slowest, *(o.seconds for o in outcomes if o.value and o.value.startswith("PeerError"))])
         told[kind] += 1
         if given.verbose:
-            print(f"{kind}:", *(f"  {rank}: {o.seconds:.1f} s: {o.value}" for rank, o in enumerate(outcomes)), sep="\n", flush=True)
+            print(
+                f"{kind}:",
+                *(f"  {rank}: {o.seconds:.1f} s: {o.value}" for rank, o in enumerate(outcomes)),
+                sep="\n",
+                flush=True,
+            )
         if (i + 1) % 50 == 0:
             print(f"{i + 1} trials, {time.monotonic() - began:.0f} s", flush=True)
-    print(f"{given.trials} trials ({dict(told)}), slowest answer after {slowest:.1f} s of a deadline of {DEADLINE} s: {failed or 'none'} failed")
+    print(
+        f"{given.trials} trials ({dict(told)}), slowest answer after {slowest:.1f} s of a deadline of {DEADLINE} s: {failed or 'none'} failed"
+    )
     raise SystemExit(failed > 0)
 
 

@@ -18,7 +18,10 @@ def now() -> tuple[int, int, int]:
     gc.collect()
     found = (0, 0, 0)
     for _ in range(50):
-        before, found = found, (len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), len(c10d._world.pg_names))
+        before, found = (
+            found,
+            (len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), len(c10d._world.pg_names)),
+        )
         changed = torch.tensor([found != before])
         dist.all_reduce(changed, op=dist.ReduceOp.MAX)
         if not changed:

@@ -117,7 +117,9 @@ def problem(op, dim=5, value_dim=3, dtype=torch.float64, seed=0, slopes=None, de
     random_of = torch.Generator().manual_seed(seed)
     allowed, _, _ = allowed_of(op)
     shapes = ((op.q, dim), (op.k, dim), (op.v, value_dim), (op.q, value_dim))
-    q, k, v, d_o = (torch.randn(view.rows, view.heads, d, generator=random_of, dtype=torch.float64).to(dtype) for view, d in shapes)
+    q, k, v, d_o = (
+        torch.randn(view.rows, view.heads, d, generator=random_of, dtype=torch.float64).to(dtype) for view, d in shapes
+    )
     of_q, of_k = allowed.any(1), allowed.any(0)
     q[~of_q], d_o[~of_q], k[~of_k], v[~of_k] = torch.nan, torch.nan, torch.nan, torch.nan
     o, lse, _ = expected_forward(op, q, k, v, slopes)
@@ -157,7 +159,11 @@ def expected_backward(op, d_o, q, k, v, lse, delta, slopes=None):
     lse = lse.T.masked_fill(lse.T == -torch.inf, 0)[..., None]
     p = (s - lse).exp()
     ds = p * (torch.einsum("qhd,khd->hqk", d_o, v[:, kv]) - delta.T[..., None]) * slope
-    dq, dk, dv = torch.einsum("hqk,khd->qhd", ds, k[:, kv]), torch.einsum("hqk,qhd->khd", ds, q), torch.einsum("hqk,qhd->khd", p, d_o)
+    dq, dk, dv = (
+        torch.einsum("hqk,khd->qhd", ds, k[:, kv]),
+        torch.einsum("hqk,qhd->khd", ds, q),
+        torch.einsum("hqk,qhd->khd", p, d_o),
+    )
     if op.per_q_head:
         return dq, dk, dv
     return dq, *(torch.zeros(x.shape[0], op.k.heads, x.shape[2], dtype=x.dtype).index_add_(1, kv, x) for x in (dk, dv))

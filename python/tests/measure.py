@@ -40,11 +40,19 @@ def job(rank: int, world: int, rounds: int) -> dict[Key, tuple[int, int, int, li
     for layout, gather in CASES:
         parameter = 2 if layout == "BALANCED" else 0
         context = Context(
-            heads=HEADS, kv_heads=KV_HEADS, head_dim=DIM, ring=world, layout=layout, layout_parameter=parameter, gather=gather
+            heads=HEADS,
+            kv_heads=KV_HEADS,
+            head_dim=DIM,
+            ring=world,
+            layout=layout,
+            layout_parameter=parameter,
+            gather=gather,
         )
         batch, tap = context.batch(documents()), Tap(context)
         n = len(batch.tokens)
-        q, k, v, o, d_o, dq, dk, dv = (torch.randn(n, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS) + 3 * (HEADS,) + 2 * (KV_HEADS,))
+        q, k, v, o, d_o, dq, dk, dv = (
+            torch.randn(n, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS) + 3 * (HEADS,) + 2 * (KV_HEADS,)
+        )
         forward = {"q": q, "k": k, "v": v, "o": o, "lse": torch.empty(HEADS, n)}
         backward = {**forward, "d_o": d_o, "dq": dq, "dk": dk, "dv": dv}
         cases["forward", layout, gather] = (context.rank.forward, batch.plan, forward, tap)
@@ -61,7 +69,9 @@ def job(rank: int, world: int, rounds: int) -> dict[Key, tuple[int, int, int, li
             for key, (call, plan, tensors, tap) in here.items():
                 times[key].append(tap.phases(lambda: call(plan, **tensors)))
         for key, (_, _, _, tap) in here.items():
-            most = max((sum(m.peer == p for m in sends) for _, _, sends, _ in tap.batches for p in range(world)), default=0)
+            most = max(
+                (sum(m.peer == p for m in sends) for _, _, sends, _ in tap.batches for p in range(world)), default=0
+            )
             sent = sum(m.bytes for _, _, sends, _ in tap.batches for m in sends)
             out[key] = (len(tap.batches), most, sent, times[key])
     dist.barrier()
@@ -75,7 +85,9 @@ def main() -> None:
     given = parser.parse_args()
     rounds = given.rounds
     ranks, rows = run(job, 4, rounds), []
-    print(f"{documents()[-1]} tokens, 300 documents, ring 4 over gloo; medians of {rounds}, wall ms of the slowest rank (CPU ms of all)")
+    print(
+        f"{documents()[-1]} tokens, 300 documents, ring 4 over gloo; medians of {rounds}, wall ms of the slowest rank (CPU ms of all)"
+    )
     for key in ranks[0]:
         text = f"{key[0]:9}{key[1]:12}{key[2]:6}"
         row: dict[str, Any] = dict(zip(("direction", "layout", "gather"), key, strict=True))
@@ -89,9 +101,17 @@ def main() -> None:
         print(f"{text}  {exchanges} exchanges, at most {most} messages to a peer in one, {sent:.2f} MB in all")
         rows.append({**row, "exchange_count": exchanges, "most_messages": most, "sent_mb": round(sent, 3)})
     if given.json:
-        models = [line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+        models = [
+            line.split(":")[1].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ]
         machine = f"{models[0]}, {len(models)} cores"
-        whole = {"bench": "python/tests/measure.py", "date": time.strftime("%Y-%m-%dT%H%MZ", time.gmtime()), "machine": machine}
+        whole = {
+            "bench": "python/tests/measure.py",
+            "date": time.strftime("%Y-%m-%dT%H%MZ", time.gmtime()),
+            "machine": machine,
+        }
         given.json.write_text(json.dumps({**whole, "rounds": rounds, "rows": rows}, indent=1) + "\n")
 
 

@@ -61,9 +61,16 @@ def _ways(batch: Batch, window: int | None) -> dict[str, Callable[[], None]]:
     rows = len(batch.tokens)
     q, k, v = (torch.randn(rows, HEADS, DIM, requires_grad=True) for _ in range(3))
     every = [torch.tensor(batch.plan.tokens("q", rank)) for rank in range(4)]
-    position, document = torch.arange(TOKENS), torch.searchsorted(torch.tensor(batch.cu_seqlens), torch.arange(TOKENS), right=True)
+    position, document = (
+        torch.arange(TOKENS),
+        torch.searchsorted(torch.tensor(batch.cu_seqlens), torch.arange(TOKENS), right=True),
+    )
     distance = position[batch.tokens][:, None] - position
-    seen = (document[batch.tokens][:, None] == document) & (distance >= 0) & (distance <= (TOKENS if window is None else window))
+    seen = (
+        (document[batch.tokens][:, None] == document)
+        & (distance >= 0)
+        & (distance <= (TOKENS if window is None else window))
+    )
     reads = batch.reads(window_left=window)
 
     def gathered() -> None:

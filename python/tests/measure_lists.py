@@ -41,7 +41,10 @@ def lists(positions: torch.Tensor, entries: int, seed: int) -> torch.Tensor:
 def _ways(rank: int, world: int, tokens: int, entries: int) -> dict[str, Callable[[], None]]:
     batch = Context(heads=HEADS, kv_heads=1, head_dim=DIM, value_dim=V_DIM, ring=world).batch([0, tokens])
     rows, draw = len(batch.tokens), torch.Generator().manual_seed(rank)
-    q, k, v = (torch.randn(rows, heads, dim, generator=draw).requires_grad_() for heads, dim in ((HEADS, DIM), (1, DIM), (1, V_DIM)))
+    q, k, v = (
+        torch.randn(rows, heads, dim, generator=draw).requires_grad_()
+        for heads, dim in ((HEADS, DIM), (1, DIM), (1, V_DIM))
+    )
     keys = lists(batch.positions, entries, rank)
 
     def call(**more: torch.Tensor) -> None:
@@ -93,7 +96,9 @@ def main() -> None:
                 parts = "  ".join(f"share {share}: {union(keys, queries, share, draw):.3f}" for share in SHARES)
                 print(f"{keys} keys, lists of {ENTRIES}, {queries} queries: {parts}", flush=True)
         return
-    print(f"{HEADS} heads of {DIM} and {V_DIM} dims, one kv head, f32, 2 processes over gloo, forward and backward; medians of {given.rounds}")
+    print(
+        f"{HEADS} heads of {DIM} and {V_DIM} dims, one kv head, f32, 2 processes over gloo, forward and backward; medians of {given.rounds}"
+    )
     for tokens, entries in CASES:
         ranks = run(_times, 2, tokens, entries, given.rounds, seconds=600)
         text = f"{tokens} tokens, {entries} keys of {tokens / 2:.0f} on average"

@@ -8,7 +8,9 @@ from pathlib import Path
 
 
 def _kb(name: str) -> int:
-    return next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    return next(
+        int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name)
+    )
 
 
 def peak(what: Callable[[], object]) -> float:

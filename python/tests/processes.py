@@ -47,7 +47,9 @@ JOINING = 240
 def fork(job: Callable[..., None], *args: Any) -> Any:
     """A process of the server, which the first call starts. Whoever calls ends it."""
     here = os.path.dirname(os.path.abspath(__file__))
-    mine = [name for name, module in sys.modules.items() if os.path.dirname(getattr(module, "__file__", None) or "") == here]
+    mine = [
+        name for name, module in sys.modules.items() if os.path.dirname(getattr(module, "__file__", None) or "") == here
+    ]
     names = [name for name in mine if "jax" not in vars(sys.modules[name])]
     _forks.set_forkserver_preload([*names, "server"])
     process = _forks.Process(target=job, args=args)

@@ -40,7 +40,12 @@ def alone() -> tuple[float, list[torch.Tensor]]:
 def _heads(rank: int, world: int) -> list[str]:
     expected, wrong = alone(), []
     every = torch.randint(WORDS, (DOCUMENTS[-1],), generator=torch.Generator().manual_seed(2))
-    for options in ({}, {"ring": world, "layout": "striped", "layout_parameter": 2}, {"ulysses": world}, {"kernels": "math"}):
+    for options in (
+        {},
+        {"ring": world, "layout": "striped", "layout_parameter": 2},
+        {"ulysses": world},
+        {"kernels": "math"},
+    ):
         with_context: dict[str, Any] = {"heads": 4, "head_dim": 4, "dtype": torch.float64, "timeout": 60.0, **options}
         context = Context(**with_context)
         batch, (table, *projections, head) = context.batch(DOCUMENTS), weights()

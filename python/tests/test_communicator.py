@@ -48,7 +48,13 @@ class Communicator(unittest.TestCase):
         """Beside f64, training as PyTorch alone, graphs: all on a device, what needs none without."""
         device = "cuda" if torch.cuda.is_available() else "cpu"
         program = HERE.parents[1] / "benches/peers/pytorch.py"
-        done = subprocess.run([sys.executable, str(program), "--device", device], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=240)
+        done = subprocess.run(
+            [sys.executable, str(program), "--device", device],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=240,
+        )
         self.assertEqual((done.returncode, done.stdout.split()[-1:]), (0, ["ok"]), done.stdout)
 
 

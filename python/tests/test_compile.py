@@ -54,7 +54,9 @@ def calls_of(context: Context) -> list[tuple[str, int, int]]:
     calls: list[tuple[str, int, int]] = []
     for name in ("forward", "backward"):
 
-        def noted(plan: cpattn.Plan, *args: Any, _run: Any = getattr(context.rank, name), _name: str = name, **kwargs: Any) -> None:
+        def noted(
+            plan: cpattn.Plan, *args: Any, _run: Any = getattr(context.rank, name), _name: str = name, **kwargs: Any
+        ) -> None:
             calls.append((_name, plan.heads, plan.fingerprint))
             _run(plan, *args, **kwargs)
 
@@ -64,7 +66,10 @@ def calls_of(context: Context) -> list[tuple[str, int, int]]:
 
 def compiled(rank: int, world: int, *backend: str) -> None:
     torch.manual_seed(0)
-    model, context = Model(), Context(heads=HEADS, kv_heads=KV_HEADS, head_dim=DIM, layout="balanced", layout_parameter=2)
+    model, context = (
+        Model(),
+        Context(heads=HEADS, kv_heads=KV_HEADS, head_dim=DIM, layout="balanced", layout_parameter=2),
+    )
     calls = calls_of(context)
 
     def step(f: Any, cu_seqlens: list[int]) -> list[Tensor]:

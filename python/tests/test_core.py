@@ -82,7 +82,13 @@ class Mail(Transport):
 def tensors(n: int) -> tuple[dict[str, cpattn.Memory], list[Any]]:
     """Tensors of n tokens, and the objects that own their memory."""
     kept, made = [], {}
-    for name, shape in (("q", (n, HEADS, DIM)), ("k", (n, HEADS, DIM)), ("v", (n, HEADS, DIM)), ("o", (n, HEADS, DIM)), ("lse", (HEADS, n))):
+    for name, shape in (
+        ("q", (n, HEADS, DIM)),
+        ("k", (n, HEADS, DIM)),
+        ("v", (n, HEADS, DIM)),
+        ("o", (n, HEADS, DIM)),
+        ("lse", (HEADS, n)),
+    ):
         count = 1
         for length in shape:
             count *= length
@@ -140,7 +146,9 @@ class Transports(unittest.TestCase):
         fused = cpattn.Isa.AVX2 if cpattn.Isa.AVX2 in found else cpattn.Isa.NEON
         self.assertNotEqual(found[cpattn.Isa.PORTABLE], found[fused])
         for wrong in (7, -1, 1 << 32, "avx", None):
-            with self.assertRaisesRegex(cpattn.InvalidArgument, f"isa is {wrong!r}, one of 'auto', .* or a member of cpattn.Isa"):
+            with self.assertRaisesRegex(
+                cpattn.InvalidArgument, f"isa is {wrong!r}, one of 'auto', .* or a member of cpattn.Isa"
+            ):
                 cpattn.local_group(1, isa=wrong)  # type: ignore[arg-type]
 
     def test_callbacks_live_as_long_as_the_rank(self) -> None:
@@ -161,11 +169,19 @@ class Transports(unittest.TestCase):
 
     def test_what_a_callback_raises_is_raised_by_the_call(self) -> None:
         """The rank that raised gets its own exception, caused by the library's error; the others get an error that blames it."""
-        for broken in (KeyError("mine"), KeyboardInterrupt(), SystemExit(3), MemoryError(), cpattn.PeerError("lost", 2)):
+        for broken in (
+            KeyError("mine"),
+            KeyboardInterrupt(),
+            SystemExit(3),
+            MemoryError(),
+            cpattn.PeerError("lost", 2),
+        ):
             mails, ranks = group()
             mails[1].broken = broken
             began = time.monotonic()
-            threads = [threading.Thread(target=lambda n=n: errors.__setitem__(n, attempt(n, ranks[n]))) for n in range(WORLD)]
+            threads = [
+                threading.Thread(target=lambda n=n: errors.__setitem__(n, attempt(n, ranks[n]))) for n in range(WORLD)
+            ]
             errors: dict[int, BaseException | None] = {}
             for thread in threads:
                 thread.start()
@@ -201,7 +217,9 @@ class Transports(unittest.TestCase):
                 setattr(mail, function, raising)
                 rank = cpattn.Rank(mail)
                 if function in ("agree", "poll"):
-                    self.assertRaisesRegex(ValueError, function, lambda: forward(rank, 0) if function == "agree" else rank.poll())
+                    self.assertRaisesRegex(
+                        ValueError, function, lambda: forward(rank, 0) if function == "agree" else rank.poll()
+                    )
                     self.assertRaises(cpattn.PeerError, rank.poll)
                 else:
                     rank.abort() if function == "abort" else None
@@ -210,11 +228,15 @@ class Transports(unittest.TestCase):
     def test_agree_of_the_wrong_length(self) -> None:
         mail = Mail(0, {})
         mail.agree = lambda first, end, number: [number]  # type: ignore[method-assign]
-        self.assertRaisesRegex(cpattn.InvalidArgument, "the result of agree has length 1, 3 is needed", forward, cpattn.Rank(mail), 0)
+        self.assertRaisesRegex(
+            cpattn.InvalidArgument, "the result of agree has length 1, 3 is needed", forward, cpattn.Rank(mail), 0
+        )
 
     def test_a_timeout_is_a_number_of_seconds(self) -> None:
         engine: Any = None
-        with self.assertRaisesRegex(cpattn.InvalidArgument, r"timeout is datetime.timedelta\(seconds=90\), a number of seconds is needed: 90.0"):
+        with self.assertRaisesRegex(
+            cpattn.InvalidArgument, r"timeout is datetime.timedelta\(seconds=90\), a number of seconds is needed: 90.0"
+        ):
             cpattn.EngineTransport(engine, datetime.timedelta(minutes=1.5))  # type: ignore[arg-type]
 
     def test_an_interrupt_in_agree(self) -> None:
@@ -390,11 +412,17 @@ class Plans(unittest.TestCase):
             (f"layout is 'zigzap', {layouts}", {"layout": "zigzap"}),
             (f"layout is 6, {layouts}", {"layout": 6}),
             (f"layout is None, {layouts}", {"layout": None}),
-            ("dtype is 'f8', one of 'f16', 'bf16', 'f32', 'f64' is needed, or a member of cpattn.Dtype", {"dtype": "f8"}),
+            (
+                "dtype is 'f8', one of 'f16', 'bf16', 'f32', 'f64' is needed, or a member of cpattn.Dtype",
+                {"dtype": "f8"},
+            ),
             ("cu_seqlens[1] is 3.5, a whole number is needed", {"cu_seqlens": [0, 3.5]}),
             ("cu_seqlens is 7, a sequence of numbers is needed", {"cu_seqlens": 7}),
             ("alibi_slopes[1] is 'x', a finite number is needed", {"alibi_slopes": [0.5, "x"]}),
-            ("nonsense is no argument of Plan; its arguments are alibi_slopes, circulate, circulate_forward, cu_seqlens, cu_seqlens_k, ", {"nonsense": 1}),
+            (
+                "nonsense is no argument of Plan; its arguments are alibi_slopes, circulate, circulate_forward, cu_seqlens, cu_seqlens_k, ",
+                {"nonsense": 1},
+            ),
             ("cu_seqlen_k is no argument of Plan: is cu_seqlens_k meant?; its arguments are ", {"cu_seqlen_k": [0, 3]}),
             ("is_causal is no argument of Plan: attention is causal unless window_right is given", {"is_causal": True}),
         ):
@@ -410,13 +438,19 @@ class Plans(unittest.TestCase):
             ("whole cannot be read through DLPack: list", lambda: the_plan.shard(cpattn.Side.Q, 0, [1.0], [1.0])),
             ("world is 2.0, a whole", lambda: cpattn.local_group(2.0)),
             ("workers is True, a whole", lambda: cpattn.local_group(2, workers=True)),
-            ("cpattn_local_group: CPATTN_INVALID: deadline_ms is 0, expected at least 1", lambda: cpattn.local_group(2, 0)),
+            (
+                "cpattn_local_group: CPATTN_INVALID: deadline_ms is 0, expected at least 1",
+                lambda: cpattn.local_group(2, 0),
+            ),
             ("devices[1] is 'cuda', a whole", lambda: cpattn.peer_group([0, "cuda"])),
             ("unique_id is 'x', bytes are needed", lambda: cpattn.nccl_group("x", rank=0, world=1, device=0)),
             ("rank is None, a whole", lambda: cpattn.nccl_group(bytes(128), rank=None, world=1, device=0)),
             ("comm is 'x', a whole", lambda: cpattn.nccl_group(comm="x", rank=0, world=1, device=0)),
             ("capacity is 2.5, a whole", lambda: cpattn.local_group(1)[0].record(2.5)),
-            ("stream is 'x', a whole", lambda: forward(cpattn.local_group(1)[0], 0, cpattn.Plan([0, 5], HEADS, DIM), stream="x")),
+            (
+                "stream is 'x', a whole",
+                lambda: forward(cpattn.local_group(1)[0], 0, cpattn.Plan([0, 5], HEADS, DIM), stream="x"),
+            ),
         ):
             with self.subTest(words), self.assertRaises(cpattn.InvalidArgument) as caught:
                 call()  # type: ignore[no-untyped-call]
@@ -453,12 +487,22 @@ class Plans(unittest.TestCase):
     def test_names_of_members(self) -> None:
         """Strings, as PyTorch has them for its own options, are the members of these names; None is nothing given."""
         want = plan(layout=cpattn.Layout.ZIGZAG_PACK, circulate=cpattn.Circulate.KEYS, dtype=cpattn.Dtype.BF16)
-        got = plan(layout="zigzag_pack", circulate="Keys", dtype="bf16", kv_heads=None, value_dim=None, scale=None, softcap=None)
+        got = plan(
+            layout="zigzag_pack",
+            circulate="Keys",
+            dtype="bf16",
+            kv_heads=None,
+            value_dim=None,
+            scale=None,
+            softcap=None,
+        )
         self.assertEqual(got.fingerprint, want.fingerprint)
         self.assertEqual(got.describe().layout, cpattn.Layout.ZIGZAG_PACK)
         for spelt in ("float16", np.float16, np.dtype("float16")):
             self.assertEqual(plan(dtype=spelt).dtype, cpattn.Dtype.F16)
-        with self.assertRaisesRegex(cpattn.InvalidArgument, "dtype is <class 'numpy.int32'>, one of 'f16', 'bf16', 'f32', 'f64' is needed"):
+        with self.assertRaisesRegex(
+            cpattn.InvalidArgument, "dtype is <class 'numpy.int32'>, one of 'f16', 'bf16', 'f32', 'f64' is needed"
+        ):
             plan(dtype=np.int32)
         self.assertEqual(got.tokens("q", 1), want.tokens(cpattn.Side.Q, 1))
         for truth, member in ((True, cpattn.Gather.OTHERS), (False, "steps")):
@@ -496,7 +540,9 @@ class Plans(unittest.TestCase):
         windowed.verify()
         # One kind is chosen for as by itself.
         alone = cpattn.Plan(lengths, 4, 8, world=4, window_left=7)
-        self.assertEqual(cpattn.Plan.auto_for(lengths, [(3, {**shape, "window_left": 7})], world=4)[0].fingerprint, alone.fingerprint)
+        self.assertEqual(
+            cpattn.Plan.auto_for(lengths, [(3, {**shape, "window_left": 7})], world=4)[0].fingerprint, alone.fingerprint
+        )
         for wrong, said in (
             ([], "kinds is none"),
             ([(0, shape)], "layers is 0"),
@@ -515,9 +561,19 @@ class Plans(unittest.TestCase):
         given = cpattn.Plan.auto_on([0, 40000, 65536], 8, 128, machine, dtype="bf16", world=16, kv_heads=2)
         self.assertIn("H100", given.explain())
         chosen = given.describe()
-        again = cpattn.Plan([0, 40000, 65536], 8, 128, dtype="bf16", world=16, kv_heads=2, ulysses=chosen.ulysses, ring=chosen.ring,
-                            layout=cpattn.Layout(chosen.layout), layout_parameter=chosen.layout_parameter,
-                            ranks_per_node=chosen.ranks_per_node)
+        again = cpattn.Plan(
+            [0, 40000, 65536],
+            8,
+            128,
+            dtype="bf16",
+            world=16,
+            kv_heads=2,
+            ulysses=chosen.ulysses,
+            ring=chosen.ring,
+            layout=cpattn.Layout(chosen.layout),
+            layout_parameter=chosen.layout_parameter,
+            ranks_per_node=chosen.ranks_per_node,
+        )
         self.assertEqual(again.fingerprint, given.fingerprint)
         # One long document on 16 ranks crosses to each node once, and so do the layers made from it. Nodes that are given stay.
         shape: dict[str, Any] = {"dtype": "bf16", "kv_heads": 8}
@@ -554,7 +610,11 @@ class Library(unittest.TestCase):
         """What importing the package says in an environment."""
         done = subprocess.run(
             [sys.executable, "-c", "import sys; sys.path[:0] = sys.argv[1:]\nimport cpattn", *sys.path],
-            env={**os.environ, **environment}, capture_output=True, text=True, timeout=60, check=False,
+            env={**os.environ, **environment},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
         )
         return done.stderr
 

@@ -39,12 +39,22 @@ def philox(counter: tuple[int, ...], key: tuple[int, int]) -> tuple[int, ...]:
 class Masks(unittest.TestCase):
     def test_the_rule(self) -> None:
         """By the definition, at the ends of all ranges and at some places between."""
-        self.assertEqual(philox((0,) * 4, (0, 0)), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8))  # Random123's known answer
+        self.assertEqual(
+            philox((0,) * 4, (0, 0)), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)
+        )  # Random123's known answer
         draw, last = random.Random(3), 2**32 - 1
         for seed in (0, 2**64 - 1, 0x123456789ABCDEF):
-            for q, k, head in [(0, 0, 0), (last - 2, last - 6, last), *((draw.randrange(2**31), draw.randrange(2**31), draw.randrange(64)) for _ in range(5))]:
+            for q, k, head in [
+                (0, 0, 0),
+                (last - 2, last - 6, last),
+                *((draw.randrange(2**31), draw.randrange(2**31), draw.randrange(64)) for _ in range(5)),
+            ]:
                 found = cpattn.dropout_mask(P, seed, head, 2, 6, q_first=q, k_first=k)
-                words = [philox((i, j // 4, head, 0), (seed % 2**32, seed >> 32))[j % 4] for i in (q, q + 1) for j in range(k, k + 6)]
+                words = [
+                    philox((i, j // 4, head, 0), (seed % 2**32, seed >> 32))[j % 4]
+                    for i in (q, q + 1)
+                    for j in range(k, k + 6)
+                ]
                 self.assertEqual(list(found), [int(word >= P * 2**32) for word in words])
 
     def test_tensors(self) -> None:
@@ -71,7 +81,12 @@ def against_the_formula(rank: int, world: int) -> None:
     exact = [x.clone().requires_grad_() for x in (*whole, sinks)]
     want_o = _dropped(exact, keep)
     want = gradients(want_o, d_o, exact)
-    for more in ({"ulysses": 3}, {"ring": 3, "layout": "zigzag"}, {"ring": 3, "layout": "striped", "layout_parameter": 2, "circulate": "queries"}, {"ring": 3, "gather": True}):
+    for more in (
+        {"ulysses": 3},
+        {"ring": 3, "layout": "zigzag"},
+        {"ring": 3, "layout": "striped", "layout_parameter": 2, "circulate": "queries"},
+        {"ring": 3, "gather": True},
+    ):
         context = Context(heads=hq, kv_heads=hk, head_dim=d, dtype=torch.float64, sinks=True, **more)  # type: ignore[arg-type]
         batch = context.batch(DOCUMENTS)
         for given in (seed, torch.tensor(seed - 2**64)):
@@ -164,7 +179,10 @@ def refusals(rank: int, world: int) -> None:
         ("dropout_p is 1.0, a probability", {"dropout_p": 1.0}),
         ("dropout_p is 'x', a finite number", {"dropout_p": "x"}),
         ("dropout_seed is -1, at least 0", {"dropout_p": P, "dropout_seed": -1}),
-        ("dropout_seed is a tensor of torch.float32 of the shape ()", {"dropout_p": P, "dropout_seed": torch.tensor(1.0)}),
+        (
+            "dropout_seed is a tensor of torch.float32 of the shape ()",
+            {"dropout_p": P, "dropout_seed": torch.tensor(1.0)},
+        ),
     ):
         try:
             batch.attention(q, k, v, **given)  # type: ignore[arg-type]
@@ -195,7 +213,13 @@ def model_of(kind: str, hidden: float = 0.0) -> Any:
 
     transformers.utils.logging.set_verbosity_error()
 
-    small = {"vocab_size": models.WORDS, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    small = {
+        "vocab_size": models.WORDS,
+        "hidden_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 64,
+    }
     torch.manual_seed(0)
     if kind == "bert":  # the default of attention_probs_dropout_prob is 0.1
         config = transformers.BertConfig(**small, hidden_dropout_prob=hidden)
@@ -203,7 +227,15 @@ def model_of(kind: str, hidden: float = 0.0) -> Any:
     if kind in ("llama", "lora"):
         return models.build("llama", attention_dropout=P)
     config = transformers.GPT2Config(
-        vocab_size=models.WORDS, n_embd=48, n_head=4, n_layer=2, n_positions=128, resid_pdrop=hidden, embd_pdrop=hidden, bos_token_id=1, eos_token_id=2
+        vocab_size=models.WORDS,
+        n_embd=48,
+        n_head=4,
+        n_layer=2,
+        n_positions=128,
+        resid_pdrop=hidden,
+        embd_pdrop=hidden,
+        bos_token_id=1,
+        eos_token_id=2,
     )
     return AutoModelForCausalLM.from_config(config, attn_implementation="eager").train()
 
@@ -243,7 +275,11 @@ def in_transformers(rank: int, world: int) -> None:
         finally:
             F.dropout = torch.nn.functional.dropout = usual
         expected.backward()
-        assert abs(loss / expected.item() - 1) < 1e-5 and models.apart(total, models.gradients(alone)) < 1e-4, (kind, loss, expected.item())
+        assert abs(loss / expected.item() - 1) < 1e-5 and models.apart(total, models.gradients(alone)) < 1e-4, (
+            kind,
+            loss,
+            expected.item(),
+        )
 
 
 def lora(model: Any) -> None:
@@ -251,7 +287,9 @@ def lora(model: Any) -> None:
     import peft
 
     torch.manual_seed(1)
-    peft.inject_adapter_in_model(peft.LoraConfig(r=2, lora_dropout=P, init_lora_weights=False, target_modules=["q_proj", "v_proj"]), model)
+    peft.inject_adapter_in_model(
+        peft.LoraConfig(r=2, lora_dropout=P, init_lora_weights=False, target_modules=["q_proj", "v_proj"]), model
+    )
     model.train()
 
 
@@ -282,9 +320,20 @@ def by_place(rank: int, world: int) -> None:
             cp.close()
             assert not any("forward" in vars(layer) for layer in model.modules())
         for loss, total in results[:2]:
-            assert abs(loss / results[2][0] - 1) < 1e-6 and models.apart(total, results[2][1]) < 1e-5, (kind, loss, results[2][0])
+            assert abs(loss / results[2][0] - 1) < 1e-6 and models.apart(total, results[2][1]) < 1e-5, (
+                kind,
+                loss,
+                results[2][0],
+            )
     model = AutoModelForCausalLM.from_config(
-        OPTConfig(vocab_size=models.WORDS, hidden_size=32, ffn_dim=32, num_hidden_layers=1, num_attention_heads=4, word_embed_proj_dim=32)
+        OPTConfig(
+            vocab_size=models.WORDS,
+            hidden_size=32,
+            ffn_dim=32,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            word_embed_proj_dim=32,
+        )
     ).train()
     cp = ContextParallel(model, dropout="position")
     try:
@@ -380,7 +429,12 @@ TRANSFORMERS = (in_transformers, by_place, passes, *((towers,) if importlib.util
 
 
 def everything(rank: int, world: int) -> None:
-    for check in (against_the_formula, refusals, *(TRANSFORMERS if importlib.util.find_spec("transformers") else ()), drawn_seeds):
+    for check in (
+        against_the_formula,
+        refusals,
+        *(TRANSFORMERS if importlib.util.find_spec("transformers") else ()),
+        drawn_seeds,
+    ):
         check(rank, world)
         dist.barrier()
 

@@ -30,9 +30,15 @@ import cpattn
 from cpattn.torch import Context
 from cpattn.torch.executor import Network
 
-JOBS = {test_torch: "results exchanges gradcheck log_sum_exp shares subgroups second_derivatives", test_slices: "cross refusals"}
+JOBS = {
+    test_torch: "results exchanges gradcheck log_sum_exp shares subgroups second_derivatives",
+    test_slices: "cross refusals",
+}
 if LONG:
-    JOBS = {test_torch: JOBS[test_torch] + " kinds strides contexts precision overlaps", test_slices: "values drawn of_layers cross refusals"}
+    JOBS = {
+        test_torch: JOBS[test_torch] + " kinds strides contexts precision overlaps",
+        test_slices: "values drawn of_layers cross refusals",
+    }
 
 
 class NotCounted(test_torch.Copies):
@@ -79,7 +85,11 @@ def stripes(rank: int, world: int) -> str:
     """The layout that is chosen for a kernel of rectangles where stripes would balance best."""
     ends, slices = [0, 700, 828, 1852, 1980, 2108, 2236, 2364, 6460], [cpattn.Slice(0, 6460, 0, 2153, high=0)]
     chosen = []
-    for more in ({"kernels": "math"}, {"kernels": "torch"}, {"kernels": "torch", "layout": "striped", "layout_parameter": 128}):
+    for more in (
+        {"kernels": "math"},
+        {"kernels": "torch"},
+        {"kernels": "torch", "layout": "striped", "layout_parameter": 128},
+    ):
         context = Context(heads=8, kv_heads=2, head_dim=64, ring=world, **more)  # type: ignore[arg-type]
         chosen.append(context.batch(ends, slices=slices).plan.describe().layout.name)
         dist.barrier()
@@ -91,8 +101,16 @@ def in_flight(rank: int, world: int) -> None:
     """Forwards of several batches before any backward, which come in another order: the bits of one after another."""
     context = Context(heads=4, kv_heads=2, head_dim=8, kernels="math", ring=world)
     batches = [context.batch(ends) for ends in ([0, 9, 40], [0, 33], [0, 1, 2, 25])]
-    inputs = [[batch.shard(test_torch.draw(batch.cu_seqlens[-1], h, 8, dtype=torch.float32)).requires_grad_() for h in (4, 2, 2)] for batch in batches]
-    want = [torch.autograd.grad(batch.attention(*x).square().sum(), x) for batch, x in zip(batches, inputs, strict=True)]
+    inputs = [
+        [
+            batch.shard(test_torch.draw(batch.cu_seqlens[-1], h, 8, dtype=torch.float32)).requires_grad_()
+            for h in (4, 2, 2)
+        ]
+        for batch in batches
+    ]
+    want = [
+        torch.autograd.grad(batch.attention(*x).square().sum(), x) for batch, x in zip(batches, inputs, strict=True)
+    ]
     losses = [batch.attention(*x).square().sum() for batch, x in zip(batches, inputs, strict=True)]
     for at in (1, 2, 0):
         for a, b in zip(torch.autograd.grad(losses[at], inputs[at]), want[at], strict=True):
@@ -178,8 +196,13 @@ class Executed(unittest.TestCase):
     def test_a_rank_that_ends(self) -> None:
         for rank, outcome in enumerate(start(alone, 3, seconds=90)):
             if rank != 1:
-                self.assertRegex(outcome.value, "^the group has failed: make a new context on every rank. Its first error was: ")
-                self.assertRegex(outcome.value, f"rank {rank}: operation . \\((fetch|return|exchange).*, ring, step .\\) with .*1.* failed: ")
+                self.assertRegex(
+                    outcome.value, "^the group has failed: make a new context on every rank. Its first error was: "
+                )
+                self.assertRegex(
+                    outcome.value,
+                    f"rank {rank}: operation . \\((fetch|return|exchange).*, ring, step .\\) with .*1.* failed: ",
+                )
 
     def test_ranks_with_different_kernels(self) -> None:
         said = run(raising, 3)
@@ -196,6 +219,7 @@ class Executed(unittest.TestCase):
     def test_combined(self) -> None:
         for worst in run(with_kernels, test_serving.WORLD, "math", test_serving.__name__, "job"):
             self.assertLess(max(worst), 1.0)
+
 
 if __name__ == "__main__":
     unittest.main()

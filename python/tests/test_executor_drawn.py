@@ -34,7 +34,9 @@ class Problem(NamedTuple):
     lse_gradient: bool
 
 
-def draw(seed: int, dtype: torch.dtype = torch.float64, softcap: bool = True, slopes: bool = True, value_dim: bool = True) -> Problem:
+def draw(
+    seed: int, dtype: torch.dtype = torch.float64, softcap: bool = True, slopes: bool = True, value_dim: bool = True
+) -> Problem:
     """A problem, without those options that a kernel lacks."""
     d = random.Random(seed)
     lengths = [d.choice([0, 1, 2, 5, 9, 17, 24]) for _ in range(d.randint(1, 4))]
@@ -43,11 +45,32 @@ def draw(seed: int, dtype: torch.dtype = torch.float64, softcap: bool = True, sl
     kv, each = d.choice([1, 2, 3]), d.choice([1, 2, 3])
     heads, dim, world = kv * each, d.choice([4, 8]), d.choice([1, 2, 3, 4, 4])
     ulysses = d.choice([u for u in (1, 2, 3, 4) if world % u == 0 and u <= heads])
-    options: dict[str, Any] = {"heads": heads, "kv_heads": kv, "head_dim": dim, "world": world, "ulysses": ulysses, "ring": world // ulysses}
+    options: dict[str, Any] = {
+        "heads": heads,
+        "kv_heads": kv,
+        "head_dim": dim,
+        "world": world,
+        "ulysses": ulysses,
+        "ring": world // ulysses,
+    }
     if value_dim and d.random() < 0.2:
         options["value_dim"] = d.choice([2, 6, 12])
-    options |= d.choice([{}, {"layout": "zigzag"}, {"layout": "zigzag_pack"}, {"layout": "contiguous"}, {"layout": "striped", "layout_parameter": 3}, {"layout": "balanced", "layout_parameter": 2}])
-    for name, values in (("circulate", ["keys", "queries"]), ("circulate_forward", ["keys", "queries"]), ("gather", ["others", "steps", "together"]), ("pack_inputs", [True])):
+    options |= d.choice(
+        [
+            {},
+            {"layout": "zigzag"},
+            {"layout": "zigzag_pack"},
+            {"layout": "contiguous"},
+            {"layout": "striped", "layout_parameter": 3},
+            {"layout": "balanced", "layout_parameter": 2},
+        ]
+    )
+    for name, values in (
+        ("circulate", ["keys", "queries"]),
+        ("circulate_forward", ["keys", "queries"]),
+        ("gather", ["others", "steps", "together"]),
+        ("pack_inputs", [True]),
+    ):
         if d.random() < 0.4:
             options[name] = d.choice(values)
     if kv > 1 and d.random() < 0.2:
@@ -154,7 +177,11 @@ def compare(p: Problem, kernel: Kernel, bound: float, lse_bound: float) -> None:
         plan = Plan(p.cu_seqlens, dtype=p.dtype, **o)
     except cpattn.Error:
         # Not every mesh has every option.
-        o = {name: value for name, value in o.items() if name not in ("circulate_forward", "ranks_per_node", "passes", "gather")}
+        o = {
+            name: value
+            for name, value in o.items()
+            if name not in ("circulate_forward", "ranks_per_node", "passes", "gather")
+        }
         plan = Plan(p.cu_seqlens, dtype=p.dtype, **o)
     total, of_k = p.cu_seqlens[-1], p.cu_seqlens_k[-1]
     generator = torch.Generator().manual_seed(total)
@@ -176,7 +203,10 @@ def compare(p: Problem, kernel: Kernel, bound: float, lse_bound: float) -> None:
         q, k = (torch.tensor(plan.tokens(side, number), dtype=torch.int64) for side in (Side.Q, Side.K))
         mine = {"q": inputs[0][q], "k": inputs[1][k], "v": inputs[2][k]}
         more = {"sinks": sinks} if o.get("sinks") else {}
-        made = {"o": torch.full((len(q), heads, value), torch.nan, dtype=p.dtype), "lse": torch.full((heads, len(q)), torch.nan, dtype=wide)}
+        made = {
+            "o": torch.full((len(q), heads, value), torch.nan, dtype=p.dtype),
+            "lse": torch.full((heads, len(q)), torch.nan, dtype=wide),
+        }
         rank.forward(plan, **mine, **more, **made)
         results = {"d" + name: torch.full_like(x, torch.nan) for name, x in mine.items()}
         results |= {"d" + name: torch.full(x.shape, torch.nan, dtype=wide) for name, x in more.items()}
@@ -217,7 +247,11 @@ class Drawn(unittest.TestCase):
     def test_types(self) -> None:
         kernel = find("math", "cpu")
         for seed in range(FIRST, FIRST + COUNT // 6):
-            for dtype, bound, of_lse in ((torch.float32, 2e-6, 3e-6), (torch.bfloat16, 8e-3, 1e-5), (torch.float16, 2e-3, 1e-5)):
+            for dtype, bound, of_lse in (
+                (torch.float32, 2e-6, 3e-6),
+                (torch.bfloat16, 8e-3, 1e-5),
+                (torch.float16, 2e-3, 1e-5),
+            ):
                 with self.subTest(seed=seed, dtype=dtype):
                     compare(draw(seed, dtype), kernel, bound, of_lse)
 
@@ -225,7 +259,11 @@ class Drawn(unittest.TestCase):
         """o comes back in bf16 there, and delta is computed from it."""
         kernel = find("torch", "cpu")
         for seed in range(FIRST, FIRST + COUNT // 3):
-            for dtype, bound, of_lse in ((torch.float64, 1e-12, 1e-12), (torch.float32, 4e-6, 4e-6), (torch.bfloat16, 3e-2, 2e-3)):
+            for dtype, bound, of_lse in (
+                (torch.float64, 1e-12, 1e-12),
+                (torch.float32, 4e-6, 4e-6),
+                (torch.bfloat16, 3e-2, 2e-3),
+            ):
                 with self.subTest(seed=seed, dtype=dtype):
                     compare(draw(seed, dtype, softcap=False, slopes=False, value_dim=False), kernel, bound, of_lse)
 
@@ -236,8 +274,27 @@ class Drawn(unittest.TestCase):
             p = draw(seed, torch.bfloat16, softcap=False, value_dim=False)
             heads, ulysses = p.options["heads"], p.options["ulysses"]
             # Slopes need all keys of a row on its rank.
-            options = {name: p.options[name] for name in ("heads", "kv_heads", "head_dim", "window_left", "window_right", "scale", "cu_seqlens_k", "slices") if name in p.options}
-            options |= {"world": ulysses, "ulysses": ulysses, "ring": 1, "sinks": 1 + seed % 2, "alibi_slopes": [0.1 + head / 4 for head in range(heads)]}
+            options = {
+                name: p.options[name]
+                for name in (
+                    "heads",
+                    "kv_heads",
+                    "head_dim",
+                    "window_left",
+                    "window_right",
+                    "scale",
+                    "cu_seqlens_k",
+                    "slices",
+                )
+                if name in p.options
+            }
+            options |= {
+                "world": ulysses,
+                "ulysses": ulysses,
+                "ring": 1,
+                "sinks": 1 + seed % 2,
+                "alibi_slopes": [0.1 + head / 4 for head in range(heads)],
+            }
             with self.subTest(seed=seed):
                 try:
                     compare(p._replace(options=options), kernel, 4e-2, 4e-3)

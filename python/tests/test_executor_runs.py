@@ -70,13 +70,24 @@ def step(plan: Plan, number: int, rank: Executor, made: dict[str, Tensor], d_lse
 class NoWaits(TorchDispatchMode):
     """Refuses what would make a host wait for its device."""
 
-    refused = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "unique", "is_nonzero", "_pin_memory", "bincount")
+    refused = (
+        "_local_scalar_dense",
+        "nonzero",
+        "masked_select",
+        "equal",
+        "unique",
+        "is_nonzero",
+        "_pin_memory",
+        "bincount",
+    )
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = function.overloadpacket.__name__
         assert not any(name.startswith(one) for one in self.refused), f"{name} waits for the device"
         if name in ("index", "index_put", "index_put_"):
-            assert not any(x is not None and x.dtype == torch.bool for x in args[1]), "a mask as an index waits for the device"
+            assert not any(x is not None and x.dtype == torch.bool for x in args[1]), (
+                "a mask as an index waits for the device"
+            )
         assert "device" not in (kwargs or {}) or name != "_to_copy", "a copy between devices waits"
         return function(*args, **(kwargs or {}))
 
@@ -102,9 +113,13 @@ class Allocations(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = function(*args, **(kwargs or {}))
         if not self.within:
-            inputs, outputs = ([x for x in tree_flatten(of)[0] if isinstance(x, Tensor)] for of in ((args, kwargs), found))
+            inputs, outputs = (
+                [x for x in tree_flatten(of)[0] if isinstance(x, Tensor)] for of in ((args, kwargs), found)
+            )
             there = {x.untyped_storage().data_ptr() for x in inputs}
-            assert all(not x.numel() or x.untyped_storage().data_ptr() in there for x in outputs), f"{function} allocates"
+            assert all(not x.numel() or x.untyped_storage().data_ptr() in there for x in outputs), (
+                f"{function} allocates"
+            )
             self.seen += 1
         return found
 
@@ -219,7 +234,9 @@ class Runs(unittest.TestCase):
             for plan in plans:
                 step(plan, number, rank, tensors(plan, number))
             assert rank._workspace.data_ptr() == there
-            assert rank._workspace.numel() == max(plan.workspace(number, way) for plan in plans for way in cpattn.Direction)
+            assert rank._workspace.numel() == max(
+                plan.workspace(number, way) for plan in plans for way in cpattn.Direction
+            )
 
         on_all(group(4, MATH), job)
 
@@ -232,7 +249,14 @@ class Runs(unittest.TestCase):
             address = rank._workspace.data_ptr()
             for program in [program for of_plan in rank._programs.values() for program in of_plan.values()]:
                 fixed = [x for x in tree_flatten(list(program.buffers.fixed.values()))[0] if isinstance(x, Tensor)]
-                views = [*fixed, *(x for x, b in zip(program.buffers.tensors, program.buffers.buffers, strict=True) if b.tensor is None)]
+                views = [
+                    *fixed,
+                    *(
+                        x
+                        for x, b in zip(program.buffers.tensors, program.buffers.buffers, strict=True)
+                        if b.tensor is None
+                    ),
+                ]
                 self.assertEqual(bool(fixed), program._workspace is not None)
                 for x in views:
                     assert not x.numel() or x.untyped_storage().data_ptr() == address
@@ -243,7 +267,10 @@ class Runs(unittest.TestCase):
     def test_memory_of_a_first_run(self) -> None:
         """What operations need besides is not held in each size that it had, nor by plans of earlier runs."""
         for options in ({"world": 1}, {"world": 2, "ring": 2, "layout": "zigzag"}):
-            plans = [Plan([0, tokens, 4 * tokens], HEADS, DIM, kv_heads=KV, dtype="bf16", **options) for tokens in (8, 32, 20)]  # type: ignore[arg-type]
+            plans = [
+                Plan([0, tokens, 4 * tokens], HEADS, DIM, kv_heads=KV, dtype="bf16", **options)
+                for tokens in (8, 32, 20)
+            ]  # type: ignore[arg-type]
 
             ranks, before = group(options["world"], find("torch", "cpu")), Scratch.empty
 
@@ -258,7 +285,9 @@ class Runs(unittest.TestCase):
             def job(number: int, rank: Executor, plans: list[Plan] = plans) -> None:
                 for plan in plans:
                     step(plan, number, rank, {name: x.to(torch.bfloat16) for name, x in tensors(plan, number).items()})
-                    assert set(held(rank)) == {memory.bytes.untyped_storage().data_ptr() for memory in rank._memories.values()}
+                    assert set(held(rank)) == {
+                        memory.bytes.untyped_storage().data_ptr() for memory in rank._memories.values()
+                    }
 
             with self.subTest(options=options), unittest.mock.patch.object(Scratch, "empty", empty):
                 on_all(ranks, job)
@@ -276,7 +305,9 @@ class Runs(unittest.TestCase):
                     d_o, inputs = made["d_o"], {name: made[name] for name in "qkv"}
                     with torch.device(device):
                         rank.forward(plan, **inputs, **to)
-                        rank.backward(plan, **inputs, **to, **of_inputs, d_o=d_o, d_lse=torch.ones(HEADS, 64, device="cpu"))
+                        rank.backward(
+                            plan, **inputs, **to, **of_inputs, d_o=d_o, d_lse=torch.ones(HEADS, 64, device="cpu")
+                        )
                     results.append([*to.values(), *of_inputs.values()])
                 with self.subTest(name=name, options=options):
                     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
@@ -309,7 +340,10 @@ class Runs(unittest.TestCase):
         made = tensors(plan, 0) | {"o": torch.empty(64, HEADS, DIM), "lse": torch.empty(HEADS, 64)}
         del made["d_o"]
         for words, changed in (
-            ("q has the shape \\(63, 4, 8\\), \\(64, 4, 8\\) is needed: \\[tokens, heads, dim\\]", {"q": made["q"][1:]}),
+            (
+                "q has the shape \\(63, 4, 8\\), \\(64, 4, 8\\) is needed: \\[tokens, heads, dim\\]",
+                {"q": made["q"][1:]},
+            ),
             ("lse has the shape \\(64, 4\\), \\(4, 64\\) is needed: \\[heads, tokens\\]", {"lse": made["lse"].t()}),
             ("k.dtype is torch.float64, torch.float32 is needed", {"k": made["k"].double()}),
             ("v.device is meta, cpu is needed", {"v": made["v"].to("meta")}),
@@ -321,7 +355,10 @@ class Runs(unittest.TestCase):
             with self.assertRaisesRegex(cpattn.Unsupported, words):
                 rank.forward(Plan(CU, HEADS, DIM, kv_heads=KV, **options), **made)  # type: ignore[arg-type]
         for name in ("sinks", "nonsense"):
-            with self.assertRaisesRegex(cpattn.InvalidArgument, f"{name} is set, None is needed: this plan with kernels='math' has only k, lse, o, q, v"):
+            with self.assertRaisesRegex(
+                cpattn.InvalidArgument,
+                f"{name} is set, None is needed: this plan with kernels='math' has only k, lse, o, q, v",
+            ):
                 rank.forward(plan, **made, **{name: torch.zeros(HEADS, 1)})
             rank.forward(plan, **made, **{name: None})
         with self.assertRaisesRegex(cpattn.Unsupported, "key_indices is set"):
@@ -340,11 +377,23 @@ class Runs(unittest.TestCase):
             "backward": lambda **more: rank.backward(plan, **of_backward, **more),
             "to_heads": lambda **more: rank.to_heads(plan, Side.Q, x, torch.empty_like(x), **more),
             "to_tokens": lambda **more: rank.to_tokens(plan, Side.Q, x, torch.empty_like(x), **more),
-            "combine": lambda **more: rank.combine(plan, cpattn.CombineTo.ALL, partial_o=x, partial_lse=wide[0], o=torch.empty_like(x), lse=torch.empty(HEADS, 64), **more),
+            "combine": lambda **more: rank.combine(
+                plan,
+                cpattn.CombineTo.ALL,
+                partial_o=x,
+                partial_lse=wide[0],
+                o=torch.empty_like(x),
+                lse=torch.empty(HEADS, 64),
+                **more,
+            ),
         }
         taken = {
-            "dropout_seed": ("forward backward", 3, "dropout_seed is 3, None is needed.* Use kernels=\"cpattn\"[^.]*$"),
-            "key_indices": ("forward backward", torch.zeros(64, 1, 3, dtype=torch.int32), "key_indices is set, None is needed"),
+            "dropout_seed": ("forward backward", 3, 'dropout_seed is 3, None is needed.* Use kernels="cpattn"[^.]*$'),
+            "key_indices": (
+                "forward backward",
+                torch.zeros(64, 1, 3, dtype=torch.int32),
+                "key_indices is set, None is needed",
+            ),
             "block_table": ("forward", torch.zeros(4, 1, dtype=torch.int32), "block_table is set, None is needed"),
             "page_size": ("forward", 16, "page_size is 16, None is needed"),
             "page_stride": ("forward", 16, "page_stride is 16, None is needed"),
@@ -358,14 +407,36 @@ class Runs(unittest.TestCase):
         for call in ("forward", "backward", "combine"):
             calls[call](lse_base="natural", stream=None)
         # No argument of `Rank` is missing above: the others are tensors, which `_bind` takes, or honoured.
-        tensors_of = {"q", "k", "v", "o", "lse", "sinks", "d_o", "dq", "dk", "dv", "dsinks", "d_lse", "max_logit", "partial_o", "partial_lse", "source", "to"}
+        tensors_of = {
+            "q",
+            "k",
+            "v",
+            "o",
+            "lse",
+            "sinks",
+            "d_o",
+            "dq",
+            "dk",
+            "dv",
+            "dsinks",
+            "d_lse",
+            "max_logit",
+            "partial_o",
+            "partial_lse",
+            "source",
+            "to",
+        }
         for call in calls:
-            names_of_rank = set(inspect.signature(getattr(cpattn.Rank, call)).parameters) - {"self", "plan", "side"} - tensors_of
+            names_of_rank = (
+                set(inspect.signature(getattr(cpattn.Rank, call)).parameters) - {"self", "plan", "side"} - tensors_of
+            )
             self.assertEqual(names_of_rank, {name for name, (names, *_) in taken.items() if call in names.split()})
         with self.assertRaisesRegex(cpattn.Unsupported, "dropout is 0.1, 0 is needed; dropout_seed is 3"):
             rank.forward(Plan(CU, HEADS, DIM, kv_heads=KV, dropout=0.1), **of_forward, dropout_seed=3)
         for trace, call in (("record", lambda: rank.record(8)), ("trace", rank.gather_trace)):
-            with self.assertRaisesRegex(cpattn.Unsupported, f"{trace} is of cpattn's kernels, and kernels is 'math': use torch.profiler"):
+            with self.assertRaisesRegex(
+                cpattn.Unsupported, f"{trace} is of cpattn's kernels, and kernels is 'math': use torch.profiler"
+            ):
                 call()
 
     def test_a_stream_of_the_call(self) -> None:
@@ -399,7 +470,9 @@ class Runs(unittest.TestCase):
             for stream, other in ((None, own), (own, usual)):
                 used.clear()
                 sinks = torch.zeros(HEADS, 1)
-                rank.forward(plan, stream, q=q, k=k, v=v, sinks=sinks, o=torch.empty_like(q), lse=torch.empty(HEADS, len(q)))
+                rank.forward(
+                    plan, stream, q=q, k=k, v=v, sinks=sinks, o=torch.empty_like(q), lse=torch.empty(HEADS, len(q))
+                )
                 self.assertIn(usual if stream is None else own, used)
                 self.assertNotIn(other, used)
         self.assertEqual(current, [usual])
@@ -432,8 +505,14 @@ class Runs(unittest.TestCase):
         rank._streams = Streams(None, Event, lambda: None)
         module = types.SimpleNamespace(is_current_stream_capturing=lambda: True)
         with unittest.mock.patch("torch.get_device_module", lambda device: module):
-            for call in (lambda: step(plan, 0, rank, tensors(plan, 0)), lambda: rank.exchange(torch.empty(1), torch.empty(1), [1], [1])):
-                with self.assertRaisesRegex(cpattn.Unsupported, "a graph is captured on cpu, which kernels='math' cannot be in: .* outside of the capture"):
+            for call in (
+                lambda: step(plan, 0, rank, tensors(plan, 0)),
+                lambda: rank.exchange(torch.empty(1), torch.empty(1), [1], [1]),
+            ):
+                with self.assertRaisesRegex(
+                    cpattn.Unsupported,
+                    "a graph is captured on cpu, which kernels='math' cannot be in: .* outside of the capture",
+                ):
                     call()
         self.assertFalse(rank._programs)
         rank._streams = None
@@ -447,8 +526,15 @@ class Runs(unittest.TestCase):
             made.append(object())
             return made[-1]
 
-        fake = types.SimpleNamespace(group=types.SimpleNamespace(WORLD=object()), get_world_size=lambda: 4, new_group=new_group, ProcessGroup=torch.distributed.ProcessGroup)
-        with unittest.mock.patch.multiple(choice, create=True, dist=fake, members_of=tuple, id=lambda _: 1, _groups=type(choice._groups)()):
+        fake = types.SimpleNamespace(
+            group=types.SimpleNamespace(WORLD=object()),
+            get_world_size=lambda: 4,
+            new_group=new_group,
+            ProcessGroup=torch.distributed.ProcessGroup,
+        )
+        with unittest.mock.patch.multiple(
+            choice, create=True, dist=fake, members_of=tuple, id=lambda _: 1, _groups=type(choice._groups)()
+        ):
             first = choice.process_group([0, 2])
             self.assertIs(choice.process_group([0, 2]), first)
             self.assertIsNot(choice.process_group([0, 1]), first)
@@ -458,7 +544,11 @@ class Runs(unittest.TestCase):
 
     def test_other_ranks_hear_of_a_refusal(self) -> None:
         """One rank's plan is refused, or another one: all ranks raise before anything moves, and go on."""
-        good, other, odd = plan_of(OPTIONS[0]), plan_of({"ring": 4, "layout": "contiguous", "sinks": 1}), Plan(CU, HEADS, DIM, kv_heads=KV, world=4, ring=4, reproducible=True)
+        good, other, odd = (
+            plan_of(OPTIONS[0]),
+            plan_of({"ring": 4, "layout": "contiguous", "sinks": 1}),
+            Plan(CU, HEADS, DIM, kv_heads=KV, world=4, ring=4, reproducible=True),
+        )
         for wrong, kinds, words in (
             (odd, (cpattn.Unsupported, cpattn.Disagreement), "ranks \\[2\\] of this group refused the call"),
             (other, (cpattn.Disagreement, cpattn.Disagreement), "rank . runs another plan than rank"),
@@ -490,7 +580,9 @@ class Runs(unittest.TestCase):
             barrier.wait(60)
             torch.use_deterministic_algorithms(True)
             if isinstance(rank.kernel, Other):
-                with self.assertRaisesRegex(cpattn.Unsupported, "kernels='math' honours no such call: deterministic is True, False is needed"):
+                with self.assertRaisesRegex(
+                    cpattn.Unsupported, "kernels='math' honours no such call: deterministic is True, False is needed"
+                ):
                     step(plan, number, rank, made)
             else:
                 step(plan, number, rank, made)
@@ -510,7 +602,11 @@ class Runs(unittest.TestCase):
     def test_each_run_is_compared_in_detail(self) -> None:
         """Where messages have no tags, a rank that runs another known plan would get other bytes."""
         one, other = plan_of(OPTIONS[0]), plan_of({"ring": 4, "layout": "contiguous", "sinks": 1})
-        for tagged, level, calls in ((False, c10d.DebugLevel.DETAIL, 4), (False, c10d.DebugLevel.INFO, 0), (True, c10d.DebugLevel.DETAIL, 0)):
+        for tagged, level, calls in (
+            (False, c10d.DebugLevel.DETAIL, 4),
+            (False, c10d.DebugLevel.INFO, 0),
+            (True, c10d.DebugLevel.DETAIL, 0),
+        ):
 
             def job(number: int, rank: Executor, tagged: bool = tagged, calls: int = calls) -> None:
                 rank.network.tagged = tagged
@@ -527,7 +623,10 @@ class Runs(unittest.TestCase):
                         step(plan, number, rank, tensors(plan, number))
                     self.assertEqual(rank.network.posted, posted)
 
-            with self.subTest(tagged=tagged, level=level), unittest.mock.patch.object(c10d, "get_debug_level", lambda level=level: level):
+            with (
+                self.subTest(tagged=tagged, level=level),
+                unittest.mock.patch.object(c10d, "get_debug_level", lambda level=level: level),
+            ):
                 on_all(group(4, MATH), job)
 
     def test_a_kernel_that_raises(self) -> None:
@@ -591,14 +690,31 @@ class Runs(unittest.TestCase):
         rank._workspace = torch.empty(plan.workspace(0, cpattn.Direction.FORWARD), dtype=torch.uint8)
         with self.assertRaises(ValueError):
             step(plan, 0, rank, tensors(plan, 0))
-        self.assertEqual([entry[:2] for entry in log[-4:]], [("record", Lane.COMMUNICATION), ("wait", Lane.COMPUTE), ("record", Lane.COMPUTE), ("wait", Lane.COMMUNICATION)])
+        self.assertEqual(
+            [entry[:2] for entry in log[-4:]],
+            [
+                ("record", Lane.COMMUNICATION),
+                ("wait", Lane.COMPUTE),
+                ("record", Lane.COMPUTE),
+                ("wait", Lane.COMMUNICATION),
+            ],
+        )
         self.assertIn("enter", [what for what, *_ in log])
 
     def test_explained(self) -> None:
         """The calls of a kernel, what is done outside, and what it does not honour."""
-        plan, cpu = Plan(CU, HEADS, DIM, kv_heads=KV, world=4, ring=4, layout="zigzag", dtype="bfloat16"), torch.device("cpu")
+        plan, cpu = (
+            Plan(CU, HEADS, DIM, kv_heads=KV, world=4, ring=4, layout="zigzag", dtype="bfloat16"),
+            torch.device("cpu"),
+        )
         text = explain(plan, 1, find("torch", cpu), cpu)
-        for words in ("kernels='torch' on rank 1", "half a bit is lost", "forward: 4 operations with a kernel", "rows merged into earlier parts", "operation 2, attend"):
+        for words in (
+            "kernels='torch' on rank 1",
+            "half a bit is lost",
+            "forward: 4 operations with a kernel",
+            "rows merged into earlier parts",
+            "operation 2, attend",
+        ):
             self.assertIn(words, text)
         self.assertNotIn("half a bit", explain(plan, 1, MATH, cpu))
         with self.assertRaisesRegex(cpattn.Unsupported, "softcap is 2.0"):
@@ -653,7 +769,9 @@ def check(log: list[tuple[str, Lane, Any]], ops: Any) -> None:
             at += 1
     last = [number for number, op in enumerate(ops) if op.lane == Lane.COMMUNICATION]
     assert at == len(ops) and clocks[Lane.COMPUTE][Lane.COMMUNICATION] == (last[-1] if last else -1)
-    assert clocks[Lane.COMMUNICATION][Lane.COMPUTE] == max(number for number, op in enumerate(ops) if op.lane == Lane.COMPUTE)
+    assert clocks[Lane.COMMUNICATION][Lane.COMPUTE] == max(
+        number for number, op in enumerate(ops) if op.lane == Lane.COMPUTE
+    )
 
 
 if __name__ == "__main__":

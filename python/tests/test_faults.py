@@ -52,7 +52,11 @@ def chain(rank: int, world: int, how: str) -> str:
 
 def sizes(rank: int, world: int, sent: int, expected: int) -> str:
     """Rank 0 sends another number of bytes than rank 1 expects, for which rank 2 waits."""
-    transport, out, room = GlooTransport(timeout=20.0), torch.ones(sent, dtype=torch.uint8), torch.zeros(expected, dtype=torch.uint8)
+    transport, out, room = (
+        GlooTransport(timeout=20.0),
+        torch.ones(sent, dtype=torch.uint8),
+        torch.zeros(expected, dtype=torch.uint8),
+    )
     dist.barrier()
     messages = {
         0: ([Message(1, out.data_ptr(), sent)], []),
@@ -281,7 +285,11 @@ class Ends(unittest.TestCase):
         stores = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in kinds]
         arguments = [word for what, store in zip(kinds, stores, strict=True) for word in (what, str(store.port))]
         with subprocess.Popen(
-            [sys.executable, "-c", DAEMON, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+            [sys.executable, "-c", DAEMON, *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
         ) as program:
             try:
                 ended, said = program.communicate(timeout=200)
@@ -310,7 +318,9 @@ class Faults(unittest.TestCase):
                 for rank, said in enumerate(run(sizes, 3, sent, expected)):
                     self.assertRegex(said, f"^{(1, 0, 0)[rank]}: .*rank {rank}, exchange, step 3: ")
                     self.assertIn(f"rank 0 sends {sent} bytes in 1 message and runs no plan", said)
-                    self.assertIn(f"rank 1 expects {expected} bytes in 1 message (exchange, step 3) and runs no plan", said)
+                    self.assertIn(
+                        f"rank 1 expects {expected} bytes in 1 message (exchange, step 3) and runs no plan", said
+                    )
                     self.assertIn("must make the same calls", said)
 
     def test_sizes_that_differ_in_a_packet(self) -> None:
@@ -322,10 +332,15 @@ class Faults(unittest.TestCase):
             ([40_000, 40_000], [80_000], ""),
         ):
             with self.subTest(sent=sent, expected=expected):
-                texts = [f"{sum(sizes)} bytes in {len(sizes)} message{'s' * (len(sizes) > 1)}" for sizes in (sent, expected)]
+                texts = [
+                    f"{sum(sizes)} bytes in {len(sizes)} message{'s' * (len(sizes) > 1)}" for sizes in (sent, expected)
+                ]
                 for rank, said in enumerate(run(cuts, 2, sent, expected)):
                     self.assertRegex(said, f"^{1 - rank}: .*rank {rank}, exchange, step 3: ")
-                    self.assertIn(f"rank 0 sends {texts[0]} and runs no plan, rank 1 expects {texts[1]}{others} (exchange, step 3)", said)
+                    self.assertIn(
+                        f"rank 0 sends {texts[0]} and runs no plan, rank 1 expects {texts[1]}{others} (exchange, step 3)",
+                        said,
+                    )
 
     def test_lists_that_break_the_contract(self) -> None:
         self.assertEqual(run(refused, 2), ["refused"] * 2)
@@ -351,7 +366,9 @@ class Faults(unittest.TestCase):
                         self.assertIn(f"the forward of plan {other}", one)
                     # Of the two that differ, another one; rank 2 meets either.
                     self.assertIn(one.split()[0], ("1", "02", "01")[rank], one)
-                    self.assertRegex(one, r"rank 1 (sends|expects|is in) .*rank [02] |rank [02] (sends|expects|is in) .*rank 1 ")
+                    self.assertRegex(
+                        one, r"rank 1 (sends|expects|is in) .*rank [02] |rank [02] (sends|expects|is in) .*rank 1 "
+                    )
 
     def test_each_kind(self) -> None:
         for i, kind in enumerate(faults.KINDS):
@@ -363,9 +380,14 @@ class Faults(unittest.TestCase):
         outcomes = start(chain, 4, "stopped", seconds=60, until=lambda rank: rank < 3)
         self.assertLess(time.monotonic() - began, 50)
         for outcome in outcomes[:3]:
-            self.assertRegex(str(outcome.value), "^3: .*rank ., exchange, step 3: receiving 16 bytes, .*; rank 3 gives no answer: ")
+            self.assertRegex(
+                str(outcome.value), "^3: .*rank ., exchange, step 3: receiving 16 bytes, .*; rank 3 gives no answer: "
+            )
             for waiting in range(3):
-                self.assertIn(f"rank {waiting} waited for rank {waiting + 1} (exchange, step 3: receiving 16 bytes)", outcome.value)
+                self.assertIn(
+                    f"rank {waiting} waited for rank {waiting + 1} (exchange, step 3: receiving 16 bytes)",
+                    outcome.value,
+                )
 
     def test_a_rank_that_computes_for_too_long(self) -> None:
         for said in run(chain, 3, "busy"):
@@ -376,7 +398,9 @@ class Faults(unittest.TestCase):
             self.assertRegex(said, "^None: .*which rank is at fault cannot be told: ranks wait for each other; ")
             # Whichever asked first.
             for waiting in range(3):
-                self.assertIn(f"rank {waiting} waited for rank {(waiting + 1) % 3} (exchange, step 3: receiving 16 bytes)", said)
+                self.assertIn(
+                    f"rank {waiting} waited for rank {(waiting + 1) % 3} (exchange, step 3: receiving 16 bytes)", said
+                )
 
 
 def without(rank: int, world: int, port: int, of: int, how: str) -> str:
@@ -421,7 +445,10 @@ class Store(unittest.TestCase):
             with self.subTest(number):
                 with holder() as (port, of):
                     said = run(orphan, 1, port, of, number, False)[0]
-                self.assertRegex(said, "^None: .*rank 0, making the transport, step 0: no transport was made, after .* that holds the store does not answer")
+                self.assertRegex(
+                    said,
+                    "^None: .*rank 0, making the transport, step 0: no transport was made, after .* that holds the store does not answer",
+                )
                 with holder() as (port, of):
                     self.assertEqual(run(orphan, 1, port, of, number, True)[0], "None: ")
 

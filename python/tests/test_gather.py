@@ -20,7 +20,10 @@ FAR = cpattn.UNLIMITED
 def _dense(q: list[int], k: list[int], start: list[int] | None, made: Any, left: int, right: int) -> torch.Tensor:
     """The mask, pair by pair."""
     if made is None:
-        made = [Slice(a, b, c, d, None if start is None else start[i]) for i, ((a, b), (c, d)) in enumerate(zip(pairwise(q), pairwise(k)))]
+        made = [
+            Slice(a, b, c, d, None if start is None else start[i])
+            for i, ((a, b), (c, d)) in enumerate(zip(pairwise(q), pairwise(k)))
+        ]
     mask = torch.zeros(q[-1], k[-1], dtype=torch.bool)
     for one in made:
         for at in range(one.q_begin, one.q_end):
@@ -39,14 +42,26 @@ def _cases() -> list[dict[str, Any]]:
             made.append(made[-1] + draw.randrange(0, most))
         return made
 
-    cases: list[dict[str, Any]] = [{"cu": ends(5, 17), "left": draw.choice([FAR, 0, 3, 9]), "right": draw.choice([0, 2, FAR])} for _ in range(6)]
+    cases: list[dict[str, Any]] = [
+        {"cu": ends(5, 17), "left": draw.choice([FAR, 0, 3, 9]), "right": draw.choice([0, 2, FAR])} for _ in range(6)
+    ]
     cases += [
         {"cu": [0, 2], "left": FAR, "right": 0},  # ranks without tokens
         {"cu": [0, 0, 37], "left": 4, "right": 0, "layout": "zigzag"},
-        {"cu": [0, 14, 30], "made": slices.shared_prefix(5, [3, 2, 4]) + slices.moved(slices.chunks([0, 16], 5), 14), "left": FAR, "right": FAR},
+        {
+            "cu": [0, 14, 30],
+            "made": slices.shared_prefix(5, [3, 2, 4]) + slices.moved(slices.chunks([0, 16], 5), 14),
+            "left": FAR,
+            "right": FAR,
+        },
         {"cu": [0, 40], "made": slices.block_diffusion(20, 4), "left": FAR, "right": FAR},
         {"cu": [0, 18, 33], "made": slices.prefix_lm([0, 18, 33], [4, 9]), "left": 5, "right": FAR},
-        {"cu": [0, 9, 30], "made": [Slice(0, 7, 20, 30), Slice(8, 30, 2, 9, low=-30, high=-3)], "left": FAR, "right": FAR},
+        {
+            "cu": [0, 9, 30],
+            "made": [Slice(0, 7, 20, 30), Slice(8, 30, 2, 9, low=-30, high=-3)],
+            "left": FAR,
+            "right": FAR,
+        },
         {"cu": [0, 4, 20], "k": [0, 17, 41], "left": FAR, "right": 0},
         {"cu": [0, 4, 20], "k": [0, 17, 41], "start": [3, 0], "left": 6, "right": 2},
         {"cu": [0, 8], "made": [], "left": FAR, "right": FAR},
@@ -61,13 +76,20 @@ def _right(rank: int, world: int) -> list[str]:
         options = {"cu_seqlens_k": k, "q_start": start} if "k" in case else {}
         with_layout = {"layout": case["layout"], "ring": world} if "layout" in case else {}
         context = Context(heads=2, head_dim=8, timeout=60, own_tokens=True, **with_layout)
-        batch, window = context.batch(cu, slices=made, **options), {"window_left": case["left"], "window_right": case["right"]}
+        batch, window = (
+            context.batch(cu, slices=made, **options),
+            {"window_left": case["left"], "window_right": case["right"]},
+        )
         dense = _dense(cu, k, start, made, case["left"], case["right"])
         for side in ("k", "q"):
             mask, total, own = (dense, k[-1], batch.tokens) if side == "k" else (dense.T, cu[-1], batch.k_tokens)
             held = batch.k_tokens if side == "k" else batch.tokens
             draw = torch.Generator().manual_seed(number)
-            whole = torch.randn(total, 3, 2, generator=draw), torch.randn(total, generator=draw).bfloat16(), torch.arange(total)
+            whole = (
+                torch.randn(total, 3, 2, generator=draw),
+                torch.randn(total, generator=draw).bfloat16(),
+                torch.arange(total),
+            )
             x = [one[held] for one in whole]
             for one in x[:2]:
                 one.requires_grad_()
@@ -89,7 +111,9 @@ def _right(rank: int, world: int) -> list[str]:
             at = every[rank]
             document = torch.searchsorted(torch.tensor(k if side == "k" else cu), at, right=True) - 1
             twice = torch.arange(1.0, 1 + len(held)).double().requires_grad_()
-            (first,) = torch.autograd.grad(batch.gather(twice, side, **window).rows.pow(3).sum(), twice, create_graph=True)
+            (first,) = torch.autograd.grad(
+                batch.gather(twice, side, **window).rows.pow(3).sum(), twice, create_graph=True
+            )
             first.sum().backward()
             readers = sum(torch.isin(held, of).double() for of in every)
             checks = {
@@ -100,7 +124,8 @@ def _right(rank: int, world: int) -> list[str]:
                 "positions": torch.equal(got.positions, _positions(batch, side)[at]),
                 "mask": torch.equal(reads.mask(), mask[own][:, at]),
                 "bytes": reads.bytes(*x) == sum(one.numel() * one.element_size() for one in got.rows),
-                "gradients": torch.equal(bits[0][0], sums[0][held]) and torch.equal(bits[0][1], sums[1][held].bfloat16()),
+                "gradients": torch.equal(bits[0][0], sums[0][held])
+                and torch.equal(bits[0][1], sums[1][held].bfloat16()),
                 "same bits": all(torch.equal(a, b) for a, b in zip(*bits)),
             }
             wrong += [f"case {number}, side {side}: {name}" for name, right in checks.items() if not right]
@@ -120,7 +145,9 @@ def _positions(batch: Any, side: str) -> torch.Tensor:
     of, plan = cpattn.Side.K if side == "k" else cpattn.Side.Q, batch.plan
     made = torch.zeros((batch.cu_seqlens_k if side == "k" else batch.cu_seqlens)[-1], dtype=torch.int64)
     for rank in range(plan.world):
-        made[torch.tensor(plan.tokens(of, rank), dtype=torch.int64)] = torch.tensor(plan.positions(of, rank), dtype=torch.int64)
+        made[torch.tensor(plan.tokens(of, rank), dtype=torch.int64)] = torch.tensor(
+            plan.positions(of, rank), dtype=torch.int64
+        )
     return made
 
 
@@ -138,13 +165,17 @@ def _attention(batch: Any, dense: torch.Tensor, window: dict[str, int], number: 
     out = torch.randn(dense.shape[0], 2, 8, generator=draw)[batch.tokens]
     both = []
     for kernels in (True, False):
-        q, k, v = (x[tokens].requires_grad_() for x, tokens in zip(made, (batch.tokens, batch.k_tokens, batch.k_tokens)))
+        q, k, v = (
+            x[tokens].requires_grad_() for x, tokens in zip(made, (batch.tokens, batch.k_tokens, batch.k_tokens))
+        )
         if kernels:
             o = batch.attention(q, k, v, **window)
         else:
             keys, values = batch.gather((k, v), **window).rows
             scores = torch.einsum("qhd,khd->hqk", q, keys) / 8**0.5
-            o = torch.einsum("hqk,khd->qhd", scores.masked_fill(~batch.reads(**window).mask(), -torch.inf).softmax(-1), values)
+            o = torch.einsum(
+                "hqk,khd->qhd", scores.masked_fill(~batch.reads(**window).mask(), -torch.inf).softmax(-1), values
+            )
         (o * out).sum().backward()
         both.append((o.detach(), q.grad, k.grad, v.grad))
     right = all(torch.allclose(a, b, atol=1e-5, rtol=1e-4) for a, b in zip(*both))
@@ -161,7 +192,9 @@ def _halo(batch: Any, cu: list[int], number: int) -> list[str]:
     out = torch.randn(cu[-1], 2, generator=draw).double()
     (y * out[batch.tokens]).sum().backward()
     whole.requires_grad_()
-    padded = [torch.cat([whole.new_zeros(3, 2), whole[a:b]]).unfold(0, 4, 1).transpose(1, 2) for a, b in pairwise(cu) if a < b]
+    padded = [
+        torch.cat([whole.new_zeros(3, 2), whole[a:b]]).unfold(0, 4, 1).transpose(1, 2) for a, b in pairwise(cu) if a < b
+    ]
     expected = torch.cat([(one * weight).sum(1) for one in padded])
     (expected * out).sum().backward()
     right = torch.allclose(y, expected[batch.tokens]) and torch.allclose(x.grad, whole.grad[batch.tokens])
@@ -199,7 +232,14 @@ class Gather(unittest.TestCase):
                 self.assertEqual(wrong, [], f"{world} processes")
 
     def test_refusals(self) -> None:
-        expected = ["a row for each", "x[1] is 3", "side is 'v'", "taps is -1", "gather other rows", "of another shape or type"]
+        expected = [
+            "a row for each",
+            "x[1] is 3",
+            "side is 'v'",
+            "taps is -1",
+            "gather other rows",
+            "of another shape or type",
+        ]
         for said in processes.run(_refused, 2):
             for text, error in zip(expected, said, strict=True):
                 self.assertIn(text, error)

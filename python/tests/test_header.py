@@ -51,8 +51,19 @@ class Header(unittest.TestCase):
             calls += f"cpattn_{name}({arguments});\n"
         with tempfile.TemporaryDirectory() as folder:
             source, run = Path(folder, "layout.c"), Path(folder, "layout")
-            source.write_text(program + "return 0; }\n__attribute__((unused)) static void never(void) {\n" + calls + "}\n")
-            flags = ["-std=c99", "-O1", "-Wall", "-Wextra", "-Wconversion", "-Wsign-conversion", "-Werror", f"-I{FOLDER}"]
+            source.write_text(
+                program + "return 0; }\n__attribute__((unused)) static void never(void) {\n" + calls + "}\n"
+            )
+            flags = [
+                "-std=c99",
+                "-O1",
+                "-Wall",
+                "-Wextra",
+                "-Wconversion",
+                "-Wsign-conversion",
+                "-Werror",
+                f"-I{FOLDER}",
+            ]
             subprocess.run(["cc", *flags, source, "-o", run], check=True, timeout=60)
             got = subprocess.run([run], check=True, capture_output=True, text=True, timeout=60).stdout.split("\n")
         self.assertEqual(got[:-1], want)
@@ -61,23 +72,36 @@ class Header(unittest.TestCase):
     def test_runs_have_the_members_of_the_header(self) -> None:
         """What a struct of arguments has is a parameter of the call, optional where it may be NULL, and known as written."""
         text = Path(FOLDER, "cpattn.h").read_text(encoding="utf-8")
-        keys = {"forward": {"block_table", "page_size", "page_stride", "key_indices"}, "backward": {"key_indices"}, "combine": set()}
+        keys = {
+            "forward": {"block_table", "page_size", "page_stride", "key_indices"},
+            "backward": {"key_indices"},
+            "combine": set(),
+        }
         for call, of_keys in keys.items():
             body = re.search(rf"typedef struct cpattn_{call}_args {{(.*?)^}}", text, flags=re.S | re.M)
             assert body
             # A comment stands behind its member, or before it on lines of its own.
-            found = re.findall(r"(?:^  (/\*(?:(?!\*/).)*\*/)\n)?^  const cpattn_tensor \*(\w+); *(/\*(?:(?!\*/).)*\*/)?", body[1], flags=re.S | re.M)
+            found = re.findall(
+                r"(?:^  (/\*(?:(?!\*/).)*\*/)\n)?^  const cpattn_tensor \*(\w+); *(/\*(?:(?!\*/).)*\*/)?",
+                body[1],
+                flags=re.S | re.M,
+            )
             comments = {name: (behind or before).removeprefix("/*").strip() for before, name, behind in found}
             members = {member for member, *_ in STRUCTS[f"cpattn_{call}_args"]._fields_}
             function = getattr(rank.Rank, call)
-            parameters = {name: p for name, p in inspect.signature(function).parameters.items() if p.kind == p.KEYWORD_ONLY}
+            parameters = {
+                name: p for name, p in inspect.signature(function).parameters.items() if p.kind == p.KEYWORD_ONLY
+            }
             self.assertEqual(set(parameters), members - {"struct_size", "reserved", "stream", "keys"} | of_keys, call)
             self.assertTrue(set(comments) <= set(parameters) and all(comments.values()), comments)
             for name, comment in comments.items():
                 self.assertEqual(parameters[name].default is None, "NULL" in comment, f"{call}: {name}")
             written = re.search(r"all_given\(\{(.*?)\}", inspect.getsource(function))
             assert written
-            self.assertEqual(set(ast.literal_eval(f"{{{written[1]}}}")), {name for name, comment in comments.items() if comment.startswith("written")})
+            self.assertEqual(
+                set(ast.literal_eval(f"{{{written[1]}}}")),
+                {name for name, comment in comments.items() if comment.startswith("written")},
+            )
 
     def test_constants(self) -> None:
         for prefix, kind in (

@@ -22,7 +22,9 @@ if not importlib.util.find_spec("jax"):
     raise unittest.SkipTest("no JAX here")
 
 # Read when JAX makes its devices. Machine code that is not optimised takes a fifth less time in all.
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+)
 
 import jax
 import jax.numpy as jnp
@@ -52,7 +54,13 @@ def context(ranks: int, over: Mesh | None = None, **options: Any) -> cpattn.jax.
 def tensors(tokens: int = ENDS[-1], seed: int = 1) -> list[Any]:
     """q, k, v, sinks and d_o."""
     random = np.random.default_rng(seed)
-    shapes = [(tokens, HEADS, DIM), (tokens, KV_HEADS, DIM), (tokens, KV_HEADS, VALUE_DIM), (HEADS,), (tokens, HEADS, VALUE_DIM)]
+    shapes = [
+        (tokens, HEADS, DIM),
+        (tokens, KV_HEADS, DIM),
+        (tokens, KV_HEADS, VALUE_DIM),
+        (HEADS,),
+        (tokens, HEADS, VALUE_DIM),
+    ]
     return [random.standard_normal(shape, np.float32) for shape in shapes]
 
 
@@ -149,7 +157,12 @@ class Values(unittest.TestCase):
             self.assertEqual((lse.dtype, lse.shape), (np.float32, (HEADS, ENDS[-1])))
             self.close([o, lse], [want_o.detach(), want_lse.detach()], 2e-6)
             for of_o in (0.0, 1.0):
-                want = torch.autograd.grad([want_o, want_lse], exact, [torch.tensor(of_o * d_o).double(), torch.tensor(d_lse).double()], retain_graph=True)
+                want = torch.autograd.grad(
+                    [want_o, want_lse],
+                    exact,
+                    [torch.tensor(of_o * d_o).double(), torch.tensor(d_lse).double()],
+                    retain_graph=True,
+                )
                 self.close(back((jnp.asarray(of_o * d_o), jnp.asarray(d_lse))), [*want], 3e-6)
 
     def test_eagerly(self) -> None:
@@ -213,23 +226,37 @@ class Values(unittest.TestCase):
             for made in cases:
                 batch = on.batch([0, 40, n], 24, slices=made + [cpattn.Slice(0, 0, 0, 0)] * (longest - len(made)))
                 q, k, v, _, d_o = tensors(n)
-                o, back = jax.vjp(lambda *x, batch=batch: batch.unshard(run(*map(batch.shard, x), batch.packing)), q, k, v)
+                o, back = jax.vjp(
+                    lambda *x, batch=batch: batch.unshard(run(*map(batch.shard, x), batch.packing)), q, k, v
+                )
                 self.assertTrue(jnp.array_equal(batch.unshard(run(*map(batch.shard, (q, k, v)), batch.packing)), o))
                 exact = [torch.tensor(x).double().requires_grad_() for x in (q, k, v)]
                 want = dense(*exact, [], allowed=allowed_by(made, n, n, left=window))  # type: ignore[misc]
-                self.close([o, *back(jnp.asarray(d_o))], [want.detach(), *gradients(want, torch.tensor(d_o), exact)], 2e-6)
+                self.close(
+                    [o, *back(jnp.asarray(d_o))], [want.detach(), *gradients(want, torch.tensor(d_o), exact)], 2e-6
+                )
             self.assertEqual(run._cache_size(), 1)
         made = cases[0]
         batch = on.batch([0, n], slices=made)
-        constant = jax.shard_map(lambda *x: on.attention(*x, [0, n], slices=made), mesh=mesh(4), in_specs=spec, out_specs=spec)
+        constant = jax.shard_map(
+            lambda *x: on.attention(*x, [0, n], slices=made), mesh=mesh(4), in_specs=spec, out_specs=spec
+        )
         data = jax.shard_map(lambda *x: on.attention(*x, batch.packing), mesh=mesh(4), in_specs=spec, out_specs=spec)
         rows = [batch.shard(x) for x in tensors(n)[:3]]
         self.assertTrue(jnp.array_equal(jax.jit(constant)(*rows), data(*rows)))
-        both = jax.shard_map(lambda *x: on.attention(*x, batch.packing, slices=made), mesh=mesh(4), in_specs=spec, out_specs=spec)
+        both = jax.shard_map(
+            lambda *x: on.attention(*x, batch.packing, slices=made), mesh=mesh(4), in_specs=spec, out_specs=spec
+        )
         for words, call in (
             ("slices are given, and the batch's packing has slices", lambda: both(*rows)),
-            (r"slices\[1\] is one that allows q token 19 with k token 0", lambda: on.batch([0, n], slices=2 * made[:1])),
-            ("cu_seqlens is .*, 0 and the ends of documents, or Batch.packing", lambda: calls.packing_of([-1, 5, 0], None)),
+            (
+                r"slices\[1\] is one that allows q token 19 with k token 0",
+                lambda: on.batch([0, n], slices=2 * made[:1]),
+            ),
+            (
+                "cu_seqlens is .*, 0 and the ends of documents, or Batch.packing",
+                lambda: calls.packing_of([-1, 5, 0], None),
+            ),
         ):
             with self.assertRaisesRegex(cpattn.InvalidArgument, words):
                 call()
@@ -242,7 +269,9 @@ class Values(unittest.TestCase):
         ones, others, spec = tensors(), tensors(seed=2), P(("dp", "cp"))
 
         def attend(q: Any, k: Any, v: Any, sinks: Any) -> Any:
-            run = jax.shard_map(lambda *x: on.attention(*x[:3], ENDS, x[3]), mesh=both, in_specs=(spec, spec, spec, P()), out_specs=spec)
+            run = jax.shard_map(
+                lambda *x: on.attention(*x[:3], ENDS, x[3]), mesh=both, in_specs=(spec, spec, spec, P()), out_specs=spec
+            )
             o = run(*(jnp.concatenate([batch.shard(x[0]), batch.shard(x[1])]) for x in (q, k, v)), sinks)
             half = len(o) // 2
             return batch.unshard(o[:half]), batch.unshard(o[half:])
@@ -254,7 +283,6 @@ class Values(unittest.TestCase):
         for at in range(2):
             self.close([o[at], *(x[at] for x in got[:3])], want[at][:4], 1e-6)
         self.close([got[3]], [want[0][4] + want[1][4]], 1e-6)
-
 
     def test_alike_on_all_ranks(self) -> None:
         """What is equal on all ranks differs after attention, and gradients are summed."""
@@ -388,45 +416,83 @@ class Refusals(unittest.TestCase):
         self.refused(none, "does not support jax.vmap.*cu_seqlens", lambda: jax.vmap(attend)(q32, k32, v32))
         twice = jax.grad(lambda q: jax.grad(lambda q: attend(q, k, v).sum())(q).sum())
         self.refused(none, "differentiable once", lambda: twice(q))
-        self.refused(TypeError, "forward-mode", lambda: jax.jvp(lambda q: context(1).attention(q, k, v, ENDS), (q,), (q,)))
+        self.refused(
+            TypeError, "forward-mode", lambda: jax.jvp(lambda q: context(1).attention(q, k, v, ENDS), (q,), (q,))
+        )
         self.refused(none, "dropout is 0.1.*cpattn.torch", lambda: context(1, dropout=0.1))
-        self.refused(wrong, "2 ranks of the axis 'cp'.*inside jax.shard_map", lambda: on.attention(*map(batch.shard, (q, k, v)), ENDS))
+        self.refused(
+            wrong,
+            "2 ranks of the axis 'cp'.*inside jax.shard_map",
+            lambda: on.attention(*map(batch.shard, (q, k, v)), ENDS),
+        )
         four = jax.shard_map(lambda q: on.attention(q, q, q, ENDS), mesh=mesh(4), in_specs=P("cp"), out_specs=P("cp"))
-        self.refused(wrong, "axis 'cp' has 4 devices here, the context's mesh has 2", lambda: four(jnp.zeros((200, 2, 8))))
+        self.refused(
+            wrong, "axis 'cp' has 4 devices here, the context's mesh has 2", lambda: four(jnp.zeros((200, 2, 8)))
+        )
         both = context(2, over=mesh(2, 2))
-        part = jax.shard_map(lambda q: both.attention(q, q, q, ENDS), mesh=mesh(2, 2), in_specs=P("cp"), out_specs=P("cp"), axis_names={"cp"})
-        self.refused(none, "compiler divides arrays over 'dp'.*all axes of the mesh", lambda: jax.jit(part)(jnp.zeros((52, 2, 8))))
+        part = jax.shard_map(
+            lambda q: both.attention(q, q, q, ENDS),
+            mesh=mesh(2, 2),
+            in_specs=P("cp"),
+            out_specs=P("cp"),
+            axis_names={"cp"},
+        )
+        self.refused(
+            none,
+            "compiler divides arrays over 'dp'.*all axes of the mesh",
+            lambda: jax.jit(part)(jnp.zeros((52, 2, 8))),
+        )
         self.refused(wrong, "the number of rows per rank is 24, at least 26 is needed", lambda: on.batch(ENDS, 24))
         few = jax.shard_map(lambda q: on.attention(q, q, q, ENDS), mesh=mesh(2), in_specs=P("cp"), out_specs=P("cp"))
-        self.refused(wrong, "the number of rows per rank is 20, at least 26 is needed", lambda: few(jnp.zeros((40, 2, 8))))
+        self.refused(
+            wrong, "the number of rows per rank is 20, at least 26 is needed", lambda: few(jnp.zeros((40, 2, 8)))
+        )
         self.refused(wrong, "k.dtype is float16, float32 is needed", lambda: attend(q, k.astype(np.float16), v))
         self.refused(wrong, "q.dtype is int32", lambda: attend(q.astype(np.int32), k, v))
         self.refused(wrong, "sinks.dtype is float16, float32", lambda: attend(q, k, v, sinks.astype(np.float16)))
         self.refused(wrong, r"sinks has the shape \(3,\), \(4,\) or \(4, n\)", lambda: attend(q, k, v, sinks[:3]))
         self.refused(wrong, r"v has the shape \(52, 8\)|v has the shape", lambda: attend(q, k, v.reshape(50, 16)))
         self.refused(wrong, r"q is \[1\], an array of JAX or NumPy", lambda: context(1).attention([1], k, v, ENDS))  # type: ignore[arg-type]
-        self.refused(wrong, r"q has the shape \(\), \[rows, heads, dim\]", lambda: context(1).attention(jnp.float32(1), k, v, ENDS))
+        self.refused(
+            wrong,
+            r"q has the shape \(\), \[rows, heads, dim\]",
+            lambda: context(1).attention(jnp.float32(1), k, v, ENDS),
+        )
         for ends in ([0.0, 13.5, 50.0], [[0, 50]], [False, True]):
             traced = jax.jit(context(1).attention)
-            self.refused(wrong, "cu_seqlens is .*, a sequence of whole numbers", lambda: traced(q, k, v, jnp.asarray(ends)))
+            self.refused(
+                wrong, "cu_seqlens is .*, a sequence of whole numbers", lambda: traced(q, k, v, jnp.asarray(ends))
+            )
         zero = jax.jit(lambda q, k, v, ends: context(1).attention(q, k, v, ends, scale=0.0))
         self.refused(wrong, "scale is 0.0, a number other than 0", lambda: zero(q, k, v, jnp.asarray(ENDS)))
         spread = jax.sharding.NamedSharding(mesh(4), P(None, "cp"))
         parts = jax.device_put(q, spread)
         alone = context(1, kv_heads=HEADS).attention
         for function in (alone, jax.jit(alone)):
-            self.refused(none, "divides arrays over 4 devices.*inside jax.shard_map", lambda: function(parts, parts, parts, jnp.asarray(ENDS)))
+            self.refused(
+                none,
+                "divides arrays over 4 devices.*inside jax.shard_map",
+                lambda: function(parts, parts, parts, jnp.asarray(ENDS)),
+            )
         ids = np.arange(50, dtype=np.uint8)
         self.refused(wrong, "ignore is -100, which uint8 cannot represent: convert ids", lambda: batch.labels(ids))
         self.refused(wrong, "fill is 1.5, which uint8 cannot represent: convert whole", lambda: batch.shard(ids, 1.5))
         self.refused(wrong, "fill is <Side.K: 1>, a number is needed", lambda: batch.shard(ids, cpattn.Side.K))
         self.refused(wrong, "whole has the shape .50, 4, 16., .14, ", lambda: on.batch([0, 14]).shard(q))
-        self.refused(wrong, "heads.*4.*kv_heads|kv_heads", lambda: attend(q, np.repeat(k, 2, 1)[:, :3], np.repeat(v, 2, 1)[:, :3]))
+        self.refused(
+            wrong,
+            "heads.*4.*kv_heads|kv_heads",
+            lambda: attend(q, np.repeat(k, 2, 1)[:, :3], np.repeat(v, 2, 1)[:, :3]),
+        )
 
     def test_contexts(self) -> None:
         wrong = cpattn.InvalidArgument
         self.refused(wrong, "ulysses 2 x ring 1 uses 2 of the group's 4 ranks", lambda: context(4, ulysses=2, ring=1))
-        self.refused(wrong, "axis is 'tp', one of the mesh's axes is needed: 'cp'", lambda: cpattn.jax.Context(mesh(2), "tp", heads=2, head_dim=8))
+        self.refused(
+            wrong,
+            "axis is 'tp', one of the mesh's axes is needed: 'cp'",
+            lambda: cpattn.jax.Context(mesh(2), "tp", heads=2, head_dim=8),
+        )
         self.refused(wrong, "give both, or neither", lambda: cpattn.jax.Context(mesh(2), heads=2, head_dim=8))
         self.refused(wrong, "timeout", lambda: context(2, timeout=0))
         self.refused(wrong, "windows is no argument of Context: is window_left meant", lambda: context(2, windows=3))
@@ -447,7 +513,10 @@ class Refusals(unittest.TestCase):
         q, k, v = (batch.shard(x) for x in tensors()[:3])
         same, other = np.tile(batch.cu_seqlens, 4), np.tile(batch.cu_seqlens, 4)
         other[11] += 1
-        for ends, text in ((other, r"cu_seqlens is \[0, 13, 13, 14, 50\] on rank 0 and .* on rank 2"), (3 * same, "the number of rows per rank is .*, at least 38 is needed")):
+        for ends, text in (
+            (other, r"cu_seqlens is \[0, 13, 13, 14, 50\] on rank 0 and .* on rank 2"),
+            (3 * same, "the number of rows per rank is .*, at least 38 is needed"),
+        ):
             with self.assertRaisesRegex(jax.errors.JaxRuntimeError, text):
                 attend(q, k, v, ends).block_until_ready()
         want = wanted(tensors()[:3], tensors()[-1])[0]
@@ -460,7 +529,9 @@ class Refusals(unittest.TestCase):
 class Programs(unittest.TestCase):
     def run_program(self, *arguments: str) -> str:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-        done = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(
+            [sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=120
+        )
         self.assertEqual(done.returncode, 0, done.stderr)
         return done.stdout
 
@@ -494,9 +565,13 @@ elif sys.argv[1] == "raise":
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         for how in ("close", *(() if sys.version_info[:2] == (3, 12) else ("end", "raise"))):
             with self.subTest(how):
-                done = subprocess.run([sys.executable, "-c", program, how], env=environment, capture_output=True, text=True, timeout=120)
+                done = subprocess.run(
+                    [sys.executable, "-c", program, how], env=environment, capture_output=True, text=True, timeout=120
+                )
                 self.assertEqual((done.returncode, done.stdout), (how == "raise", "ran ran "), done.stderr)
-                self.assertEqual(done.stderr.splitlines()[-1:], ["KeyError: 'of the program'"] if how == "raise" else [])
+                self.assertEqual(
+                    done.stderr.splitlines()[-1:], ["KeyError: 'of the program'"] if how == "raise" else []
+                )
 
     def test_the_example(self) -> None:
         self.assertIn("ok", self.run_program(str(ROOT / "examples/python/jax_ranks.py")))

@@ -75,7 +75,13 @@ class MathTest(unittest.TestCase):
                 for asked in (False, True):
                     for x in (q, k, v, d_o):
                         x.requires_grad_(asked)
-                    results.append((*work.forward(q, k, v), *work.forward_with_max(q, k, v), *work.backward(d_o, q, k, v, None, lse, delta)))
+                    results.append(
+                        (
+                            *work.forward(q, k, v),
+                            *work.forward_with_max(q, k, v),
+                            *work.backward(d_o, q, k, v, None, lse, delta),
+                        )
+                    )
                 for x, y in zip(*results, strict=True):
                     self.assertFalse(y is not None and y.requires_grad)
                     self.assertTrue(x is y is None or torch.equal(x, y))
@@ -124,18 +130,34 @@ class RefusalTest(unittest.TestCase):
 
     def test_options_that_a_kernel_does_not_honour(self):
         kernel = kernels.Math()
-        kernels.refuse(kernel, {"dtype": torch.bfloat16, "head_dim": 999, "softcap": 3.0, "alibi_slopes": [1.0], "window_left": 4, "dropout": 0})
+        kernels.refuse(
+            kernel,
+            {
+                "dtype": torch.bfloat16,
+                "head_dim": 999,
+                "softcap": 3.0,
+                "alibi_slopes": [1.0],
+                "window_left": 4,
+                "dropout": 0,
+            },
+        )
         for name, value in (("dropout", 0.1), ("key_indices", object()), ("dtype", torch.int8), ("reproducible", True)):
             with self.assertRaisesRegex(Unsupported, f"kernels='math' .*{name} is .*kernels=\"cpattn\""):
                 kernels.refuse(kernel, {name: value})
 
     def test_limits_of_dims_and_types(self):
         kernel = kernels.varlen(len, len, name="mine", dtypes=(torch.bfloat16,), head_dim=64, windows=False)
-        kernels.refuse(kernel, {"dtype": torch.bfloat16, "head_dim": 64, "value_dim": 32, "heads": 3, "kv_heads": 1, "window_right": 0})
+        kernels.refuse(
+            kernel,
+            {"dtype": torch.bfloat16, "head_dim": 64, "value_dim": 32, "heads": 3, "kv_heads": 1, "window_right": 0},
+        )
         kernels.refuse(kernel, {"dtype": torch.bfloat16, "head_dim": 64, "value_dim": 61, "lse_gradient": True})
         for settings, text in (
             ({"head_dim": 65}, "head_dim is 65, at most 64 is needed"),
-            ({"head_dim": 64, "lse_gradient": True}, "the gradient of lse is used, value_dim of at most 61 is needed, or return_lse=False"),
+            (
+                {"head_dim": 64, "lse_gradient": True},
+                "the gradient of lse is used, value_dim of at most 61 is needed, or return_lse=False",
+            ),
             ({"window_left": 3}, "window_left is 3, None is needed"),
             ({"head_dim": 8, "device": "cpu", "return_max_logit": True}, "return_max_logit is True, False is needed"),
         ):

@@ -37,7 +37,9 @@ def on_a_second_device(rank, world):
             return tuple(OnDevice(x) for x in super().backward(*held, self.on_cpu(call), delta=delta.held))
 
         def on_cpu(self, call):
-            return kernels.Rectangles(**{**vars(call), "cu_seqlens_q": call.cu_seqlens_q.held, "cu_seqlens_k": call.cu_seqlens_k.held})
+            return kernels.Rectangles(
+                **{**vars(call), "cu_seqlens_q": call.cu_seqlens_q.held, "cu_seqlens_k": call.cu_seqlens_k.held}
+            )
 
     test = unittest.TestCase()
     for seed in range(60):
@@ -53,7 +55,10 @@ def on_a_second_device(rank, world):
                 test.assertTrue(all(isinstance(x, OnDevice) and x.device.type == "second" for x in found), seed)
                 o, _, *gradients = (x.held for x in found)
                 rows = work.rows.cpu() if isinstance(work.rows, torch.Tensor) else work.rows
-                wanted = expected_forward(op, *inputs[:3])[0][rows], *expected_backward(op, inputs[3], *inputs[:3], *inputs[4:])
+                wanted = (
+                    expected_forward(op, *inputs[:3])[0][rows],
+                    *expected_backward(op, inputs[3], *inputs[:3], *inputs[4:]),
+                )
                 for name, mine, want in zip(("o", "dq", "dk", "dv"), (o, *gradients), wanted):
                     close(test, mine, want[rows] if name == "dq" else want, 1e-11, f"{name}, seed {seed}")
     return True
@@ -95,12 +100,33 @@ class SignatureTest(unittest.TestCase):
         """Its operators take what FlashAttention-2 takes: they are that library."""
 
         def forward(q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal, mask, *, scale, **limits):
-            return flash_attn_2._flash_attn_varlen_forward(q, k, v, cu_q, cu_k, max_q, max_k, dropout, scale, causal, **limits)
+            return flash_attn_2._flash_attn_varlen_forward(
+                q, k, v, cu_q, cu_k, max_q, max_k, dropout, scale, causal, **limits
+            )
 
-        def backward(d_o, q, k, v, o, lse, cu_q, cu_k, max_q, max_k, dropout, causal, *_, scale, window_size_left, window_size_right):
+        def backward(
+            d_o,
+            q,
+            k,
+            v,
+            o,
+            lse,
+            cu_q,
+            cu_k,
+            max_q,
+            max_k,
+            dropout,
+            causal,
+            *_,
+            scale,
+            window_size_left,
+            window_size_right,
+        ):
             found = tuple(map(torch.empty_like, (q, k, v)))
             lengths = cu_q, cu_k, max_q, max_k, dropout, scale, causal
-            flash_attn_2._flash_attn_varlen_backward(d_o, q, k, v, o, lse, *found, *lengths, window_size_left, window_size_right, 0.0, None, False)
+            flash_attn_2._flash_attn_varlen_backward(
+                d_o, q, k, v, o, lse, *found, *lengths, window_size_left, window_size_right, 0.0, None, False
+            )
             return found
 
         with mock.patch.multiple(torch.ops.aten, _flash_attention_forward=forward, _flash_attention_backward=backward):
@@ -109,14 +135,25 @@ class SignatureTest(unittest.TestCase):
                 op = drawn_op(random.Random(seed), stripes=seed % 3 == 0)
                 with self.subTest(seed=seed):
                     op = type(op)(**{**vars(op), "score": op.score._replace(softcap=0.0)})
-                    check(self, kernel, op, seed, dtype=torch.bfloat16, tolerance=1.2e-2, dims=(16, 16), lse_gradient=seed % 4 > 0)
+                    check(
+                        self,
+                        kernel,
+                        op,
+                        seed,
+                        dtype=torch.bfloat16,
+                        tolerance=1.2e-2,
+                        dims=(16, 16),
+                        lse_gradient=seed % 4 > 0,
+                    )
 
     def test_the_backward_whose_shapes_pytorch_cannot_tell(self):
         """Arguments are checked before PyTorch finds that the CPU has no such kernel."""
         q, k, lse = torch.empty(9, 4, 16), torch.empty(12, 4, 16), torch.empty(4, 9)
         cu = [torch.tensor(x, dtype=torch.int32) for x in ([0, 4, 9], [0, 4, 12])]
         call = kernels.Rectangles(*cu, 5, 8, ((4, 4), (5, 8)), None, 0, 0.25)
-        with self.assertRaisesRegex(NotImplementedError, "aten::_efficient_attention_backward.* with arguments from the 'CPU' backend"):
+        with self.assertRaisesRegex(
+            NotImplementedError, "aten::_efficient_attention_backward.* with arguments from the 'CPU' backend"
+        ):
             TorchDevice().of(torch.float32).backward(q, q, k, k, q, lse, call)
 
 
@@ -130,7 +167,9 @@ def example(rank, world):
     same.sum().backward()
     context.close()
     pairs = zip((o, q.grad, k.grad, v.grad), (same, *(x.grad for x in mine)))
-    return [((a.float() - b.float()).square().mean().sqrt() / b.float().square().mean().sqrt()).item() for a, b in pairs]
+    return [
+        ((a.float() - b.float()).square().mean().sqrt() / b.float().square().mean().sqrt()).item() for a, b in pairs
+    ]
 
 
 class ExampleTest(unittest.TestCase):

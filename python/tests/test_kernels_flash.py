@@ -32,7 +32,16 @@ class FlashTest(unittest.TestCase):
                 op = drawn_op(random.Random(seed), stripes=seed % 3 == 0)
                 # o and gradients are rounded to bf16 in each call, delta's o too.
                 with self.subTest(kernel=kernel.name, seed=seed):
-                    check(self, kernel, op, seed, dtype=torch.bfloat16, tolerance=1.2e-2, dims=((16, 16), (8, 5))[seed % 2], lse_gradient=seed % 4 > 0)
+                    check(
+                        self,
+                        kernel,
+                        op,
+                        seed,
+                        dtype=torch.bfloat16,
+                        tolerance=1.2e-2,
+                        dims=((16, 16), (8, 5))[seed % 2],
+                        lse_gradient=seed % 4 > 0,
+                    )
 
     def test_operations_of_plans(self):
         for kind, double, _ in PACKAGES:
@@ -45,20 +54,35 @@ class FlashTest(unittest.TestCase):
     def test_slopes(self):
         slopes = torch.rand(9)
         for op in attention_ops(drawn_plan(2, meshes=({"ring": 1},), masks=MASKS[:4], heads_of=((4, 2),)), "forward"):
-            check(self, flash.FlashAttention2(flash_attn_2), op, 1, dtype=torch.bfloat16, tolerance=1.2e-2, slopes=slopes, dims=(16, 16))
+            check(
+                self,
+                flash.FlashAttention2(flash_attn_2),
+                op,
+                1,
+                dtype=torch.bfloat16,
+                tolerance=1.2e-2,
+                slopes=slopes,
+                dims=(16, 16),
+            )
         for kind, double, _ in PACKAGES[1:]:
             with self.assertRaisesRegex(Unsupported, f"kernels='{kind.name}' .*alibi_slopes is set, None is needed"):
                 kernels.refuse(kind(double), {"alibi_slopes": [0.5]})
 
     def test_a_missing_package_is_named(self):
-        for name, package in (("flash_attn", "flash-attn"), ("flash_attn_3", "flash-attn-3"), ("flash_attn_4", "flash-attn-4")):
+        for name, package in (
+            ("flash_attn", "flash-attn"),
+            ("flash_attn_3", "flash-attn-3"),
+            ("flash_attn_4", "flash-attn-4"),
+        ):
             try:
                 kernels.find(name, "cpu")
             except Unsupported as error:
                 self.assertRegex(str(error), f"kernels='{name}' needs the package {package}: .*kernels=\"torch\"")
 
     def test_a_version_without_the_functions_is_named(self):
-        with self.assertRaisesRegex(Unsupported, "kernels='flash_attn': doubles.plain has no _flash_attn_varlen_forward, .*another version"):
+        with self.assertRaisesRegex(
+            Unsupported, "kernels='flash_attn': doubles.plain has no _flash_attn_varlen_forward, .*another version"
+        ):
             flash.FlashAttention2(plain)
 
 
@@ -72,11 +96,15 @@ class SignatureTest(unittest.TestCase):
             if file is None:
                 continue
             seen += 1
-            functions = {node.name: node.args for node in ast.parse(file.read_text()).body if isinstance(node, ast.FunctionDef)}
+            functions = {
+                node.name: node.args for node in ast.parse(file.read_text()).body if isinstance(node, ast.FunctionDef)
+            }
             for name, function in inspect.getmembers(double, inspect.isfunction):
                 if name.startswith("_flash_attn"):
                     with self.subTest(kernel=kind.name, function=name):
-                        self.assertEqual([x.arg for x in functions[name].args], list(inspect.signature(function).parameters))
+                        self.assertEqual(
+                            [x.arg for x in functions[name].args], list(inspect.signature(function).parameters)
+                        )
         if not seen:
             self.skipTest("none of the packages is on the path")
 

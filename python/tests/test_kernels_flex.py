@@ -27,7 +27,14 @@ class FlexTest(unittest.TestCase):
         try:
             for seed in range(25):
                 with self.subTest(seed=seed):
-                    check(self, kernels.find("flex", "cpu"), drawn_op(random.Random(seed)), seed, dtype=torch.float32, tolerance=3e-6)
+                    check(
+                        self,
+                        kernels.find("flex", "cpu"),
+                        drawn_op(random.Random(seed)),
+                        seed,
+                        dtype=torch.float32,
+                        tolerance=3e-6,
+                    )
         finally:
             flex.BLOCK = usual
 
@@ -36,7 +43,9 @@ class FlexTest(unittest.TestCase):
             draw = random.Random(seed)
             rows, keys = draw.randint(1, 700), draw.randint(1, 700)
             begin = torch.tensor([[draw.randint(0, keys) for _ in range(2)] for _ in range(rows)]).sort(1)[0]
-            end = torch.stack([torch.minimum(begin[:, 0] + draw.randint(0, keys), begin[:, 1]), torch.full((rows,), keys)], 1)
+            end = torch.stack(
+                [torch.minimum(begin[:, 0] + draw.randint(0, keys), begin[:, 1]), torch.full((rows,), keys)], 1
+            )
             mine = flex.mask_of(begin, end, keys, torch.device("cpu"))
             theirs = of_torch.create_block_mask(mine.mask_mod, None, None, rows, keys, device="cpu")
             self.assertTrue(torch.equal(mine.to_dense(), theirs.to_dense()), seed)
@@ -47,7 +56,15 @@ class FlexTest(unittest.TestCase):
         for seed in range(2):
             for op in attention_ops(drawn_plan(seed, masks=({}, {"window_left": 9}, {"softcap": 2.0})), "backward"):
                 with self.subTest(seed=seed):
-                    check(self, kernels.find("flex", "cpu"), op, seed, dtype=torch.float32, tolerance=3e-6, slopes=(None, slopes)[seed % 2])
+                    check(
+                        self,
+                        kernels.find("flex", "cpu"),
+                        op,
+                        seed,
+                        dtype=torch.float32,
+                        tolerance=3e-6,
+                        slopes=(None, slopes)[seed % 2],
+                    )
 
     def test_gradients_of_parts_of_rows(self):
         with mock.patch.object(of_torch, "_validate_device", lambda *_: None):

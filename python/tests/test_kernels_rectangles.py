@@ -20,7 +20,12 @@ class Plain(kernels.Kernel):
     name = "plain"
 
     def __init__(self, **honours):
-        usual = {"dtypes": (torch.float64, torch.float32, torch.bfloat16, torch.float16), "softcap": True, "slopes": True, "returns_f32": True}
+        usual = {
+            "dtypes": (torch.float64, torch.float32, torch.bfloat16, torch.float16),
+            "softcap": True,
+            "slopes": True,
+            "returns_f32": True,
+        }
         self.honours = kernels.Honours(**(usual | honours))
 
     def arguments(self, q, k, v, call):
@@ -99,7 +104,9 @@ class BandsTest(unittest.TestCase):
             for one in rectangles_of(op, False):
                 rows, keys = rows_of_runs(one.q), rows_of_runs(one.k)
                 d = torch.arange(one.keys)[None] - torch.arange(one.rows)[:, None] - (one.keys - one.rows)
-                inside = (d >= -(10**6 if one.left is None else one.left)) & (d <= (10**6 if one.right is None else one.right))
+                inside = (d >= -(10**6 if one.left is None else one.left)) & (
+                    d <= (10**6 if one.right is None else one.right)
+                )
                 counts.index_put_((rows[:, None], keys[None]), inside.long(), accumulate=True)
                 residues += any(run.step > 1 for run in one.q) or period > block == 1
             self.assertTrue(torch.equal(counts, allowed_of(op)[0].long()), seed)
@@ -122,16 +129,28 @@ class BandsTest(unittest.TestCase):
             q=View(0, 50, 0, 0, 1), k=View(0, 50, 1, 0, 1), v=View(0, 50, 2, 0, 1), score=Score(1.0, 0.0, NONE, 0),
             ranges=(QRange(stripes, (0, 0), Mode.ONLY, ((stripes, whole),)),),
         )  # fmt: skip
-        self.assertEqual([(one.rows, one.keys, one.left, one.right) for one in rectangles_of(op, False)], [(50, 50, None, 0)])
+        self.assertEqual(
+            [(one.rows, one.keys, one.left, one.right) for one in rectangles_of(op, False)], [(50, 50, None, 0)]
+        )
 
 
 class PackedTest(unittest.TestCase):
     def test_drawn_ranges_and_bands(self):
         for seed in range(300):
-            op = drawn_op(random.Random(seed), stripes=seed % 3 == 0, kind=(OpKind.ATTEND, OpKind.ATTEND_BACKWARD)[seed % 2])
+            op = drawn_op(
+                random.Random(seed), stripes=seed % 3 == 0, kind=(OpKind.ATTEND, OpKind.ATTEND_BACKWARD)[seed % 2]
+            )
             kernel = Plain(**LIMITED[seed % len(LIMITED)])
             with self.subTest(seed=seed):
-                check(self, kernel, op, seed, dims=((5, 3), (3, 5), (4, 4))[seed % 3], tolerance=1e-11, lse_gradient=seed % 5 > 0)
+                check(
+                    self,
+                    kernel,
+                    op,
+                    seed,
+                    dims=((5, 3), (3, 5), (4, 4))[seed % 3],
+                    tolerance=1e-11,
+                    lse_gradient=seed % 5 > 0,
+                )
 
     def test_all_operations_of_plans(self):
         for seed in range(6):
@@ -148,7 +167,14 @@ class PackedTest(unittest.TestCase):
                 op = drawn_op(random.Random(seed), stripes=seed % 3 == 0)
                 score = op.score._replace(scale=-0.5, softcap=op.score.softcap if kernel.honours.softcap else 0.0)
                 with self.subTest(kernel=kernel.name, seed=seed):
-                    check(self, kernel, type(op)(**{**vars(op), "score": score}), seed, tolerance=1e-11, lse_gradient=seed % 2 > 0)
+                    check(
+                        self,
+                        kernel,
+                        type(op)(**{**vars(op), "score": score}),
+                        seed,
+                        tolerance=1e-11,
+                        lse_gradient=seed % 2 > 0,
+                    )
 
     def test_slopes_where_ranks_have_all_keys(self):
         slopes = torch.rand(9)
@@ -182,7 +208,9 @@ class PackedTest(unittest.TestCase):
 
     def test_head_dims_that_are_too_large(self):
         op = drawn_op(random.Random(1), heads=(2, 2, 0, 0, 1))
-        with self.assertRaisesRegex(Unsupported, "kernels='plain' has head dims up to 8, 9 is needed, of which the gradient of lse"):
+        with self.assertRaisesRegex(
+            Unsupported, "kernels='plain' has head dims up to 8, 9 is needed, of which the gradient of lse"
+        ):
             check(self, Plain(head_dim=8), op, 1, dims=(8, 8))
 
 

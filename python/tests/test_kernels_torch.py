@@ -21,9 +21,21 @@ class CpuTest(unittest.TestCase):
     def test_drawn_ranges_and_bands(self):
         kernel = kernels.find("torch", "cpu")
         for seed in range(300):
-            op = without_softcap(drawn_op(random.Random(seed), stripes=seed % 3 == 0, kind=(OpKind.ATTEND, OpKind.ATTEND_BACKWARD)[seed % 2]))
+            op = without_softcap(
+                drawn_op(
+                    random.Random(seed), stripes=seed % 3 == 0, kind=(OpKind.ATTEND, OpKind.ATTEND_BACKWARD)[seed % 2]
+                )
+            )
             with self.subTest(seed=seed):
-                check(self, kernel, op, seed, dims=((5, 3), (3, 5), (16, 16))[seed % 3], tolerance=1e-11, lse_gradient=seed % 5 > 0)
+                check(
+                    self,
+                    kernel,
+                    op,
+                    seed,
+                    dims=((5, 3), (3, 5), (16, 16))[seed % 3],
+                    tolerance=1e-11,
+                    lse_gradient=seed % 5 > 0,
+                )
 
     def test_all_operations_of_plans(self):
         kernel = kernels.find("torch", "cpu")
@@ -42,7 +54,16 @@ class CpuTest(unittest.TestCase):
                 op = without_softcap(drawn_op(random.Random(seed), stripes=False))
                 for lse_gradient in (False, True):
                     with self.subTest(seed=seed, dtype=dtype, lse_gradient=lse_gradient):
-                        check(self, kernel, op, seed, dtype=dtype, tolerance=tolerance, dims=(16, 16), lse_gradient=lse_gradient)
+                        check(
+                            self,
+                            kernel,
+                            op,
+                            seed,
+                            dtype=dtype,
+                            tolerance=tolerance,
+                            dims=(16, 16),
+                            lse_gradient=lse_gradient,
+                        )
 
     def test_parts_of_rows_with_masks(self):
         from cpattn.torch.kernels import torch_cpu

@@ -48,7 +48,14 @@ def everything(rank: int, world: int) -> None:
         d_o = torch.randn(want.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
         of_inputs = gradients(want, d_o, exact)
 
-        options = {"heads": HEADS, "kv_heads": 1, "head_dim": LATENT + ROPE, "value_dim": LATENT, "scale": SCALE, "dtype": dtype}
+        options = {
+            "heads": HEADS,
+            "kv_heads": 1,
+            "head_dim": LATENT + ROPE,
+            "value_dim": LATENT,
+            "scale": SCALE,
+            "dtype": dtype,
+        }
         context = Context(**options, **mesh)  # type: ignore[arg-type]
         batch = context.batch(DOCUMENTS)
         # The projections in f64: what is compared is attention alone.
@@ -59,7 +66,9 @@ def everything(rank: int, world: int) -> None:
         o = torch.einsum("thl,hvl->thv", batch.attention(q, k, k[..., :LATENT]).double(), to_v)
         found = gradients(o, batch.shard(d_o), [nope, rope, latent, k_rope])
         for name, a, b in zip(("o", "q", "q rotated", "latent", "k rotated"), (o, *found), (want, *of_inputs)):
-            assert error(a, batch.shard(b)) <= bound, f"{name} is off by {error(a, batch.shard(b)):.1e}: {dtype}, {mesh}"
+            assert error(a, batch.shard(b)) <= bound, (
+                f"{name} is off by {error(a, batch.shard(b)):.1e}: {dtype}, {mesh}"
+            )
         dist.barrier()
         context.close()
 

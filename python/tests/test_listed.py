@@ -65,7 +65,16 @@ def job(rank: int, world: int) -> list[str]:
         (torch.float64, 1e-12, {"ring": 1, "ulysses": world}),
         (torch.bfloat16, 2e-2, {}),
     ):
-        context = cpattn.torch.Context(heads=HEADS, kv_heads=KV_HEADS, head_dim=DIM, value_dim=VALUE, dtype=dtype, timeout=60.0, own_tokens=True, **options)  # type: ignore[arg-type]
+        context = cpattn.torch.Context(
+            heads=HEADS,
+            kv_heads=KV_HEADS,
+            head_dim=DIM,
+            value_dim=VALUE,
+            dtype=dtype,
+            timeout=60.0,
+            own_tokens=True,
+            **options,
+        )  # type: ignore[arg-type]
         batch = context.batch(torch.tensor([0, *LENGTHS]).cumsum(0).tolist())
         for heads, sinks in ((1, None), (KV_HEADS, torch.tensor([0.5, -1.0, 3.0, 0.0]))):
             keys, whole = lists(heads, 6), [x.to(dtype).double() for x in inputs()]
@@ -76,13 +85,18 @@ def job(rank: int, world: int) -> list[str]:
             given: Any = keys if heads > 1 else keys[:, 0].to(torch.int32)
             o, lse = batch.attention(*own, sinks, key_indices=given[batch.tokens], return_lse=True)
             o.backward(batch.shard(whole[3]).to(dtype))
-            pairs = [(o, expected.detach()), *((x.grad, y.grad.nan_to_num(0.0)) for x, y in zip(own, (q, k, v), strict=True))]
+            pairs = [
+                (o, expected.detach()),
+                *((x.grad, y.grad.nan_to_num(0.0)) for x, y in zip(own, (q, k, v), strict=True)),
+            ]
             for name, (got, want) in zip(("o", "dq", "dk", "dv"), pairs, strict=True):
                 error = (got.double() - batch.shard(want)).abs().max() / want.abs().max()
                 if not error <= bound:
                     wrong.append(f"{dtype} {options} {heads} heads: {name} {error:.1e}")
             want_lse = expected_lse.detach()[:, batch.tokens]
-            if not torch.equal(torch.isinf(lse), torch.isinf(want_lse)) or not torch.allclose(lse.double(), want_lse, rtol=1e-5 + bound):
+            if not torch.equal(torch.isinf(lse), torch.isinf(want_lse)) or not torch.allclose(
+                lse.double(), want_lse, rtol=1e-5 + bound
+            ):
                 wrong.append(f"{dtype} {options} {heads} heads: lse")
         context.close()
     return wrong

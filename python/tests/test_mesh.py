@@ -42,7 +42,11 @@ def _meshes(rank: int, world: int) -> dict[str, Any]:
     expected = sum(models.part(one, pack) for pack in PACKS) / sum(map(models.count, PACKS))
     expected.backward()
     both = _mesh(("dp", 2), ("cp", 2))
-    for name, mesh, shards in (("dp, cp", both, False), ("dp, cp, sharded", both, True), ("one of size 1", _mesh(("dp", 2), ("cp", 2), ("tp", 1)), False)):
+    for name, mesh, shards in (
+        ("dp, cp", both, False),
+        ("dp, cp, sharded", both, True),
+        ("one of size 1", _mesh(("dp", 2), ("cp", 2), ("tp", 1)), False),
+    ):
         model = models.build("llama")
         cp = ContextParallel(model, mesh=mesh, timeout=60)
         assert (cp.ranks, cp.replicas, cp.replica, cp.rank) == (2, 2, rank // 2, rank % 2)
@@ -61,7 +65,10 @@ def _meshes(rank: int, world: int) -> dict[str, Any]:
             dist.all_reduce(total)
             total /= world
         cp.close()
-        found[name] = abs(mean.item() / world - expected.item()) / expected.item(), models.apart(total, models.gradients(one))
+        found[name] = (
+            abs(mean.item() / world - expected.item()) / expected.item(),
+            models.apart(total, models.gradients(one)),
+        )
     # The group that the mesh has already.
     part, model = both["cp"], models.build("llama")
     cp = ContextParallel(model, mesh=part, timeout=60, gradients="sum")

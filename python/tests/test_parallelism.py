@@ -30,7 +30,12 @@ SCHEDULES: dict[Any, tuple[Any, Any]] = {
     # Gradients of inputs first, those of weights later.
     pipelining.ScheduleInterleavedZeroBubble: (FOUR, (0, 1, 0, 1)),
 }
-MESHES: list[dict[str, Any]] = [{"ring": 2}, {"ulysses": 2}, {"ring": 2, "circulate": "queries", "layout": "striped", "layout_parameter": 2}, {}]
+MESHES: list[dict[str, Any]] = [
+    {"ring": 2},
+    {"ulysses": 2},
+    {"ring": 2, "circulate": "queries", "layout": "striped", "layout_parameter": 2},
+    {},
+]
 
 
 def _pipelines(rank: int, world: int) -> list[str]:

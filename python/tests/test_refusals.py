@@ -48,7 +48,21 @@ class Other(enum.IntEnum):
 
 
 # Arguments that are members of an enum or their names: a bare number may be another argument.
-CHOICES = ("side", "direction", "to", "dtype", "partial", "isa", "kind", "layout", "circulate", "circulate_forward", "wire", "gather", "lse_base")
+CHOICES = (
+    "side",
+    "direction",
+    "to",
+    "dtype",
+    "partial",
+    "isa",
+    "kind",
+    "layout",
+    "circulate",
+    "circulate_forward",
+    "wire",
+    "gather",
+    "lse_base",
+)
 
 WRONG: dict[str, Any] = {
     "none": None,
@@ -72,20 +86,38 @@ NOT_CALLED = (enum.Enum, BaseException, dict)
 
 def public() -> Iterator[tuple[str, list[str]]]:
     """Callables, by their names, and the names of their arguments."""
-    for module, names in ((cpattn, cpattn.__all__), (cpattn.torch, cpattn.torch.__all__), (cpattn.ring, ["table"]), (cpattn.slices, cpattn.slices.__all__)):
+    for module, names in (
+        (cpattn, cpattn.__all__),
+        (cpattn.torch, cpattn.torch.__all__),
+        (cpattn.ring, ["table"]),
+        (cpattn.slices, cpattn.slices.__all__),
+    ):
         for name in names:
             found = getattr(module, name)
             at = f"{module.__name__.removeprefix('cpattn').removeprefix('.')}.{name}".removeprefix(".")
             if inspect.isfunction(found):
                 yield at, arguments(found)
-            elif inspect.isclass(found) and not issubclass(found, NOT_CALLED) and not getattr(found, "_is_protocol", False):
+            elif (
+                inspect.isclass(found)
+                and not issubclass(found, NOT_CALLED)
+                and not getattr(found, "_is_protocol", False)
+            ):
                 # What a tuple has is looked at where it is used.
                 yield at, list(found._fields) if issubclass(found, tuple) else arguments(found)
                 # Those of its bases too that are no classes of their own for users.
-                methods = {name: one for base in reversed(found.__mro__) if base is found or hidden(base) for name, one in vars(base).items()}
+                methods = {
+                    name: one
+                    for base in reversed(found.__mro__)
+                    if base is found or hidden(base)
+                    for name, one in vars(base).items()
+                }
                 for method, function in methods.items():
                     function = function.__func__ if isinstance(function, classmethod) else function
-                    if inspect.isfunction(function) and not method.startswith("_") and method not in getattr(found, "__abstractmethods__", ()):
+                    if (
+                        inspect.isfunction(function)
+                        and not method.startswith("_")
+                        and method not in getattr(found, "__abstractmethods__", ())
+                    ):
                         yield f"{at}.{method}", arguments(function)[1:]
 
 
@@ -106,22 +138,45 @@ def rows() -> dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str]
     batch, transport, rank = context.batch([0, 5]), cpattn.torch.GlooTransport(timeout=5.0), cpattn.local_group(1)[0]
     plan = cpattn.Plan([0, 5], 3, 4)
     machine = (Path(__file__).parents[2] / "machines/cpu_host.machine").read_text()
-    q, lse, ids, address = torch.zeros(5, 3, 4), torch.zeros(3, 5), torch.zeros(5, dtype=torch.int64), batch.tokens.data_ptr()
-    forward = {"plan": plan, "stream": None, **{name: q.clone() for name in "qkvo"}, "lse": lse, "sinks": None, "lse_base": "natural"}
+    q, lse, ids, address = (
+        torch.zeros(5, 3, 4),
+        torch.zeros(3, 5),
+        torch.zeros(5, dtype=torch.int64),
+        batch.tokens.data_ptr(),
+    )
+    forward = {
+        "plan": plan,
+        "stream": None,
+        **{name: q.clone() for name in "qkvo"},
+        "lse": lse,
+        "sinks": None,
+        "lse_base": "natural",
+    }
     inputs, local = dict.fromkeys("qkv", q), {"rank": 0, "side": "q", "whole": q, "local": q.clone()}
     message, event = {"peer": 0, "address": address, "bytes": 8}, cpattn.Event(0, 0, "attend", "forward", 0, 0, 1, 8)
     exchange = {"operation": "ring", "step": 0, "sends": [], "recvs": [], "stream": None}
-    optional = dict.fromkeys(("scale", "softcap"), "none float negative huge") | dict.fromkeys(("kv_heads", "value_dim", "alibi_slopes"), "none")
+    optional = dict.fromkeys(("scale", "softcap"), "none float negative huge") | dict.fromkeys(
+        ("kv_heads", "value_dim", "alibi_slopes"), "none"
+    )
     optional |= dict.fromkeys(("sinks", "reproducible", "pack_inputs", "gather"), "truth")
     options = {name: None for name in PlanOptions.__annotations__}
     group, deadline = {"world": 1, "deadline_ms": 1000, "workers": 1, "isa": "auto"}, {"deadline_ms": 1000}
     nccl = {"unique_id": bytes(128), "comm": None, "may_abort": False, "rank": 0, "world": 1, "device": 0, **deadline}
-    shape, told = {"heads": 3, "head_dim": 4}, ("sinks", "window_left", "window_right", "scale", "softcap", "alibi_slopes")
+    shape, told = (
+        {"heads": 3, "head_dim": 4},
+        ("sinks", "window_left", "window_right", "scale", "softcap", "alibi_slopes"),
+    )
     called_from = {"source": "array tensor"}  # refused by the name that C has, and Python cannot have: from
-    of, exchanged = {"heads": None, "kv_heads": None}, {"plan": plan, "side": "q", "source": q, "to": q.clone(), "stream": None}
+    of, exchanged = (
+        {"heads": None, "kv_heads": None},
+        {"plan": plan, "side": "q", "source": q, "to": q.clone(), "stream": None},
+    )
     window = {"window_left": 3, "window_right": 0}
     made, numbers = [cpattn.Slice(0, 5, 0, 5)], dict.fromkeys(("q_start", "low", "high"), "none negative")
-    many, no_slices = {"cu_seqlens_k": None, "q_start": None, "slices": None}, dict.fromkeys(("cu_seqlens_k", "q_start", "slices"), "none")
+    many, no_slices = (
+        {"cu_seqlens_k": None, "q_start": None, "slices": None},
+        dict.fromkeys(("cu_seqlens_k", "q_start", "slices"), "none"),
+    )
     s = cpattn.slices
     return {
         "EngineTransport": (cpattn.EngineTransport, {"engine": transport.engine, "timeout": 5.0}, {"timeout": "float"}),
@@ -229,12 +284,18 @@ def walk(rank: int, world: int) -> list[str]:
         for name in names:
             tried = WRONG | ({"number": 1} if name in CHOICES else {})
             for kind in tried.keys() - legal.get(name, "").split():
-                given = {key: value for key, value in good.items() if key not in PlanOptions.__annotations__ or value is not None}
+                given = {
+                    key: value
+                    for key, value in good.items()
+                    if key not in PlanOptions.__annotations__ or value is not None
+                }
                 try:
                     function(**{**given, name: tried[kind]})
                 except cpattn.Error as error:
                     # A message of this package: for an argument, or for one of its items or members.
-                    if not re.search(rf"(^|: |\W){name}\b.* (is|are|has|cannot|expected)\b|that of {name},", str(error), re.DOTALL):
+                    if not re.search(
+                        rf"(^|: |\W){name}\b.* (is|are|has|cannot|expected)\b|that of {name},", str(error), re.DOTALL
+                    ):
                         wrong.append(f"{at}, {name}: {kind}: {type(error).__name__}: {error}")
                 except BaseException as error:  # noqa: BLE001 (told)
                     wrong.append(f"{at}, {name}: {kind}: {type(error).__name__}: {error}")
@@ -247,15 +308,26 @@ def way_out(rank: int, world: int) -> list[str]:
     """The messages for habits of other libraries, which must say what to give instead, and those that do not."""
     context = cpattn.torch.Context(heads=4, head_dim=4, kv_heads=2, timeout=5.0)
     batch, half = context.batch([0, 5]), cpattn.Plan([0, 5], 2, 4, dtype="float16")
-    q, k, array, lse = torch.zeros(5, 4, 4), torch.zeros(5, 2, 4), np.zeros((5, 2, 4), np.float32), np.zeros((2, 5), np.float32)
+    q, k, array, lse = (
+        torch.zeros(5, 4, 4),
+        torch.zeros(5, 2, 4),
+        np.zeros((5, 2, 4), np.float32),
+        np.zeros((2, 5), np.float32),
+    )
     of_sdpa = [x.transpose(0, 1) for x in (q, k, k)]
     habits: list[tuple[Callable[[], Any], str]] = [
         (lambda: cpattn.Plan([0, 5], 2, 4, window_left=-1), "window_left is -1, .*cpattn.UNLIMITED"),
         (lambda: cpattn.Plan([0, 5], 2, 4, window_right=None), "window_right is None, .*cpattn.UNLIMITED"),  # type: ignore[arg-type]
         (lambda: batch.attention(q, k, k, window_left=-1), "window_left is -1, .*cpattn.UNLIMITED"),
         (lambda: batch.reads(window_right=-1), "window_right is -1, .*cpattn.UNLIMITED"),
-        (lambda: cpattn.Plan([0, 5], 2, 4, causal=False), "causal is no argument of Plan: .*window_right=cpattn.UNLIMITED"),  # type: ignore[call-arg]
-        (lambda: cpattn.local_group(1)[0].forward(half, q=array, k=array, v=array, o=array, lse=lse), "q.dtype is f32.*convert.*another dtype"),
+        (
+            lambda: cpattn.Plan([0, 5], 2, 4, causal=False),
+            "causal is no argument of Plan: .*window_right=cpattn.UNLIMITED",
+        ),  # type: ignore[call-arg]
+        (
+            lambda: cpattn.local_group(1)[0].forward(half, q=array, k=array, v=array, o=array, lse=lse),
+            "q.dtype is f32.*convert.*another dtype",
+        ),
         (lambda: batch.attention(k, q, q), r"q is of shape \(5, 2, 4\) and k of \(5, 4, 4\).*exchanged"),
         (lambda: batch.attention(*of_sdpa), r"q has the shape \(4, 5, 4\).*q is \[tokens, heads, head_dim\]"),
         (lambda: cpattn.Plan([3, 2], 2, 4), r"cu_seqlens\[0\] is 3, 0 is needed: .*offsets.*not lengths"),
@@ -303,7 +375,9 @@ class Refusals(unittest.TestCase):
                 with self.assertRaises(kind) as caught:
                     job()
                 self.assertIn(words, str(caught.exception))
-        self.assertEqual(list(inspect.signature(cpattn.Plan).parameters)[:4], ["cu_seqlens", "heads", "head_dim", "cu_seqlens_k"])
+        self.assertEqual(
+            list(inspect.signature(cpattn.Plan).parameters)[:4], ["cu_seqlens", "heads", "head_dim", "cu_seqlens_k"]
+        )
 
     def test_the_version(self) -> None:
         project = (Path(__file__).parents[1] / "pyproject.toml").read_text("utf-8")
@@ -330,7 +404,10 @@ class Refusals(unittest.TestCase):
         """PyTorch 2.9 has no such module."""
         program = "import sys, torch; sys.modules['torch._library.effects'] = None; import cpattn.torch"
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
-        self.assertIn(f"ImportError: torch.__version__ is {torch.__version__}, 2.10 or later is needed for cpattn.torch", done.stderr)
+        self.assertIn(
+            f"ImportError: torch.__version__ is {torch.__version__}, 2.10 or later is needed for cpattn.torch",
+            done.stderr,
+        )
 
     def test_every_argument_of_every_callable(self) -> None:
         wrong = run(walk, 1)[0]

@@ -25,7 +25,15 @@ import resume  # noqa: E402
 STEPS = 5
 
 
-def _train(rank: int, world: int, folder: str, context: int, steps: int = STEPS, stop: tuple[int, int] | None = None, dies: bool = False) -> tuple[int, list[float], int]:
+def _train(
+    rank: int,
+    world: int,
+    folder: str,
+    context: int,
+    steps: int = STEPS,
+    stop: tuple[int, int] | None = None,
+    dies: bool = False,
+) -> tuple[int, list[float], int]:
     """The first step, the losses of the steps that were run, and the next step. The rank `stop[0]` gets SIGTERM inside of a call of attention in
     the step `stop[1]`, or is killed there."""
     job = resume.Job(folder, context, timeout=20.0, dtype=torch.float64)
@@ -90,9 +98,31 @@ class Resume(unittest.TestCase):
         """torchrun starts all ranks again, and they go on."""
         with tempfile.TemporaryDirectory() as folder:
             options = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1", "--monitor-interval", "0.2"]
-            job = [str(EXAMPLE), "--folder", folder, "--context", "2", "--steps", str(STEPS), "--timeout", "20", "--die", "3"]
-            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-            done = subprocess.run([sys.executable, "-m", "torch.distributed.run", *options, *job], env=environment, capture_output=True, text=True, timeout=400)
+            job = [
+                str(EXAMPLE),
+                "--folder",
+                folder,
+                "--context",
+                "2",
+                "--steps",
+                str(STEPS),
+                "--timeout",
+                "20",
+                "--die",
+                "3",
+            ]
+            environment = {
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(sys.path),
+                "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+            }
+            done = subprocess.run(
+                [sys.executable, "-m", "torch.distributed.run", *options, *job],
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=400,
+            )
             self.assertEqual(done.returncode, 0, done.stderr)
             found = {int(step): float(loss) for step, loss in re.findall(r"step (\d+): loss ([0-9.]+)", done.stdout)}
             self.assertEqual(list(found), [2, 3, 4])

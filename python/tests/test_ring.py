@@ -57,7 +57,9 @@ class Ring(unittest.TestCase):
     def test_a_stopped_rank(self) -> None:
         outcomes = start(job, 4, "stopped", seconds=60, until=lambda rank: rank < 3)
         for outcome in outcomes[:3]:
-            self.assertRegex(str(outcome.value), "^PeerError 3: cpattn_rank_ring_check: .*rank 3 gives no answer.*; try: ")
+            self.assertRegex(
+                str(outcome.value), "^PeerError 3: cpattn_rank_ring_check: .*rank 3 gives no answer.*; try: "
+            )
         self.assertIn("link 2 → 3 failed", str(outcomes[2].value))
 
     def test_bytes_that_change(self) -> None:
@@ -79,19 +81,37 @@ class Ring(unittest.TestCase):
 
     def test_as_a_program(self) -> None:
         """Under torchrun, which gives each process its rank."""
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "cpattn.torch.ring"]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            "-m",
+            "cpattn.torch.ring",
+        ]
         path = os.pathsep.join([str(Path(cpattn.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-        done = subprocess.run([*command, "--bytes", "1000"], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=200)
+        done = subprocess.run(
+            [*command, "--bytes", "1000"],
+            env={**os.environ, "PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
         self.assertEqual(done.returncode, 0, done.stderr)
         self.assertNotIn("Warning", done.stderr)
         self.assertRegex(done.stdout, r"(?s)latency us.*0 -> 1.*1 -> 0")
 
-
     def test_without_torchrun(self) -> None:
-        environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "MASTER_ADDR")}
+        environment = {
+            name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "MASTER_ADDR")
+        }
         path = os.pathsep.join([str(Path(cpattn.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
         command = [sys.executable, "-m", "cpattn.torch.ring"]
-        done = subprocess.run(command, env={**environment, "PYTHONPATH": path}, capture_output=True, text=True, timeout=200)
+        done = subprocess.run(
+            command, env={**environment, "PYTHONPATH": path}, capture_output=True, text=True, timeout=200
+        )
         said = "RANK is not set: start this with torchrun --nproc-per-node N -m cpattn.torch.ring\n"
         self.assertEqual((done.returncode, done.stdout, done.stderr), (2, "", said))
 
@@ -122,7 +142,9 @@ class Threads(unittest.TestCase):
                 self.assertRaisesRegex(cpattn.PeerError, "rank 2 did not answer", rank.check_ring, 1000)
 
         cpattn.on_all(ranks, job)
-        self.assertRegex(said[1], "^cpattn_rank_ring_check: CPATTN_PEER: link 1 → 2 failed: .*rank 2 did not answer.*; try: ")
+        self.assertRegex(
+            said[1], "^cpattn_rank_ring_check: CPATTN_PEER: link 1 → 2 failed: .*rank 2 did not answer.*; try: "
+        )
         self.assertIn("rank 2 did not answer", said[0])
 
     def test_refusals(self) -> None:

@@ -55,7 +55,11 @@ class Schedules(unittest.TestCase):
 
     def test_the_picture_of_a_mesh(self) -> None:
         page = Path(__file__).parents[2] / "docs/mesh.svg"
-        self.assertEqual("\n".join(who_sends_what.picture()) + "\n", page.read_text(), "examples/python/who_sends_what.py > docs/mesh.svg")
+        self.assertEqual(
+            "\n".join(who_sends_what.picture()) + "\n",
+            page.read_text(),
+            "examples/python/who_sends_what.py > docs/mesh.svg",
+        )
 
     def test_messages_of_all_ranks_match(self) -> None:
         for direction in cpattn.Direction:
@@ -82,13 +86,26 @@ class Schedules(unittest.TestCase):
     def test_fields(self) -> None:
         made = plan(ring=4, layout="zigzag", sinks=True, reproducible=True)
         s = made.schedule(1, "backward")
-        self.assertEqual((s.rank, s.direction, s.workspace_bytes), (1, cpattn.Direction.BACKWARD, made.workspace(1, cpattn.Direction.BACKWARD)))
+        self.assertEqual(
+            (s.rank, s.direction, s.workspace_bytes),
+            (1, cpattn.Direction.BACKWARD, made.workspace(1, cpattn.Direction.BACKWARD)),
+        )
         given = {b.tensor: b for b in s.buffers if b.tensor is not None}
-        of_others = {Tensor.OWN_TOKENS, Tensor.OWN_HEADS, Tensor.PARTIAL_O, Tensor.PARTIAL_LSE, Tensor.D_LSE, Tensor.MAX_LOGIT}
+        of_others = {
+            Tensor.OWN_TOKENS,
+            Tensor.OWN_HEADS,
+            Tensor.PARTIAL_O,
+            Tensor.PARTIAL_LSE,
+            Tensor.D_LSE,
+            Tensor.MAX_LOGIT,
+        }
         self.assertEqual(set(given), set(Tensor) - of_others)
         self.assertEqual({t for t, b in given.items() if b.written}, {Tensor.DQ, Tensor.DK, Tensor.DV, Tensor.DSINKS})
         tokens = len(made.tokens(cpattn.Side.Q, 1))
-        self.assertEqual((given[Tensor.Q].shape, given[Tensor.K].shape, given[Tensor.LSE].shape), ((tokens, 4, 8), (tokens, 2, 8), (tokens, 4, 1)))
+        self.assertEqual(
+            (given[Tensor.Q].shape, given[Tensor.K].shape, given[Tensor.LSE].shape),
+            ((tokens, 4, 8), (tokens, 2, 8), (tokens, 4, 1)),
+        )
         ends = [b.offset + b.rows * b.heads * b.dim * 4 for b in s.buffers if b.tensor is None]
         self.assertLessEqual(max(ends), s.workspace_bytes)
         last: dict[Lane, int] = defaultdict(lambda: -1)
@@ -108,7 +125,11 @@ class Schedules(unittest.TestCase):
 
     def test_signatures(self) -> None:
         """help() shows types."""
-        every = [kind for kind in (*vars(cpattn.schedule).values(), cpattn.Slice, cpattn.Event, cpattn.Link, cpattn.Message) if inspect.isclass(kind)]
+        every = [
+            kind
+            for kind in (*vars(cpattn.schedule).values(), cpattn.Slice, cpattn.Event, cpattn.Link, cpattn.Message)
+            if inspect.isclass(kind)
+        ]
         told = [str(inspect.signature(kind)) for kind in every if hasattr(kind, "_fields") or is_dataclass(kind)]
         self.assertGreater(len(told), 14)
         self.assertEqual([one for one in told if "ForwardRef" in one or "'" in one], [])

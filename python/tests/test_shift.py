@@ -33,15 +33,20 @@ class Shift(unittest.TestCase):
             return answers
 
         answers = cpattn.on_all(cpattn.local_group(WORLD), job)
-        self.assertEqual(sum(label >= 0 for labels, *_ in answers for label in labels), 10, "all but the last of a document")
+        self.assertEqual(
+            sum(label >= 0 for labels, *_ in answers for label in labels), 10, "all but the last of a document"
+        )
 
     def test_refusals(self) -> None:
         plan = cpattn.Plan([0, 4], 2, 4)
-        rank, = cpattn.local_group(1)
+        (rank,) = cpattn.local_group(1)
         rows, out, fill = array("q", range(4)), array("q", range(4)), array("q", [0, 0])
         good = memory(rows, 4), memory(out, 4)
         for one in (memory(fill, 2), memory(fill, 1, code=2), memory(fill, 1, 2)):
-            with self.assertRaisesRegex(cpattn.InvalidArgument, "fill has . elements of DLPack type ., .* rows has DLPack type 0, 64 bits, on device type 1: give fill 1 element"):
+            with self.assertRaisesRegex(
+                cpattn.InvalidArgument,
+                "fill has . elements of DLPack type ., .* rows has DLPack type 0, 64 bits, on device type 1: give fill 1 element",
+            ):
                 rank.shift(plan, 1, one, *good)
         with self.assertRaisesRegex(cpattn.InvalidArgument, r"rows\.shape\[0\] is 3, expected 4 tokens"):
             rank.shift(plan, 1, memory(fill, 1), memory(rows, 3), memory(out, 4))

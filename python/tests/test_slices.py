@@ -36,7 +36,10 @@ CASES: dict[str, tuple[list[int], list[Slice]]] = {
     "spans": ([0, 7, 30], slices.spans([0, 7, 30], [(1, 4), (8, 19), (25, 30)])),
     "block_diffusion": ([0, 28], slices.block_diffusion(14, 4)),
     "joint": ([0, 21, 34], [Slice(0, 34, 0, 34)]),
-    "pack": ([0, 6, 17, 37], slices.documents([0, 6]) + slices.moved(slices.shared_prefix(4, [3, 4]), 6) + [Slice(17, 37, 17, 37, 0, -3, 2)]),
+    "pack": (
+        [0, 6, 17, 37],
+        slices.documents([0, 6]) + slices.moved(slices.shared_prefix(4, [3, 4]), 6) + [Slice(17, 37, 17, 37, 0, -3, 2)],
+    ),
     "some_queries_see_nothing": ([0, 16, 32], [Slice(0, 10, 20, 32, 900, None, -890), Slice(12, 20, 0, 5)]),
     "nothing": ([0, 9, 20], []),
 }
@@ -68,11 +71,26 @@ class Makers(unittest.TestCase):
 
             rules: dict[str, tuple[list[Slice], Any]] = {
                 "documents": (slices.documents(ends), lambda q, k: of[q] == of[k] and k <= q),
-                "tree": (slices.tree(above, lengths), lambda q, k: k <= q and (of[k] == of[q] or of[k] in ancestors(of[q]))),
-                "prefix_lm": (slices.prefix_lm(ends, prefix), lambda q, k: of[q] == of[k] and (k <= q or place[k] < prefix[of[k]] > place[q])),
-                "chunks": (slices.chunks(ends, size), lambda q, k: of[q] == of[k] and place[q] // size == place[k] // size and k <= q),
-                "block_causal": (slices.block_causal(ends, size), lambda q, k: of[q] == of[k] and place[k] // size <= place[q] // size),
-                "spans": (slices.spans(ends, span), lambda q, k: of[q] == of[k] and (k <= q or min(place[q], place[k]) >= prefix[of[q]])),
+                "tree": (
+                    slices.tree(above, lengths),
+                    lambda q, k: k <= q and (of[k] == of[q] or of[k] in ancestors(of[q])),
+                ),
+                "prefix_lm": (
+                    slices.prefix_lm(ends, prefix),
+                    lambda q, k: of[q] == of[k] and (k <= q or place[k] < prefix[of[k]] > place[q]),
+                ),
+                "chunks": (
+                    slices.chunks(ends, size),
+                    lambda q, k: of[q] == of[k] and place[q] // size == place[k] // size and k <= q,
+                ),
+                "block_causal": (
+                    slices.block_causal(ends, size),
+                    lambda q, k: of[q] == of[k] and place[k] // size <= place[q] // size,
+                ),
+                "spans": (
+                    slices.spans(ends, span),
+                    lambda q, k: of[q] == of[k] and (k <= q or min(place[q], place[k]) >= prefix[of[q]]),
+                ),
             }
             for name, (made, rule) in rules.items():
                 want = "\n".join("".join(".#"[rule(q, k)] for k in range(n)) for q in range(n))
@@ -83,7 +101,9 @@ class Makers(unittest.TestCase):
         """A node is at the distance of the path from its ancestors, whatever lies between them in the pack."""
         made = slices.tree([None, 0, 0, 1], [2, 1, 1, 2])
         # The path to node 3 is tokens 0, 1, 2, 4, 5.
-        self.assertEqual([s for s in made if s.q_begin == 4], [Slice(4, 6, 0, 3, 3, high=0), Slice(4, 6, 4, 6, 0, high=0)])
+        self.assertEqual(
+            [s for s in made if s.q_begin == 4], [Slice(4, 6, 0, 3, 3, high=0), Slice(4, 6, 4, 6, 0, high=0)]
+        )
         self.assertEqual(allowed_by(made, 6, 6, left=1)[4].tolist(), [False, False, True, False, True, False])
 
     def test_from_dense(self) -> None:
@@ -112,20 +132,38 @@ class Makers(unittest.TestCase):
             ("prefixes has length 0, 1 is needed: one for each document", lambda: slices.prefix_lm([0, 5], [])),
             ("chunk is 0, at least 1", lambda: slices.chunks([0, 5], 0)),
             ("cu_seqlens is [0, 5, 3], 0 and then the end of each document", lambda: slices.block_causal([0, 5, 3], 2)),
-            ("spans[1] is (3, 6), (begin, end) inside of one document", lambda: slices.spans([0, 5, 9], [(0, 2), (3, 6)])),
+            (
+                "spans[1] is (3, 6), (begin, end) inside of one document",
+                lambda: slices.spans([0, 5, 9], [(0, 2), (3, 6)]),
+            ),
             ("pairs[0] is (1, 2), ((q_begin, q_end), (k_begin, k_end))", lambda: slices.pairs([(1, 2)])),  # type: ignore[list-item]
             ("mask has 4097 k tokens, at most 4096", lambda: slices.from_dense(torch.ones(1, 4097))),
             ("mask has 4097 q tokens, at most 4096", lambda: slices.from_dense(torch.ones(4097, 1))),
-            ("mask[1] is [-inf, 0.0], True (allowed) or False", lambda: slices.from_dense(torch.ones(2, 2).triu().log())),
+            (
+                "mask[1] is [-inf, 0.0], True (allowed) or False",
+                lambda: slices.from_dense(torch.ones(2, 2).triu().log()),
+            ),
             ("mask has the shape (2, 2, 2)", lambda: slices.from_dense(torch.ones(2, 2, 2))),
             ("mask has rows of 1 and of 2 k tokens", lambda: slices.from_dense([[1], [1, 0]])),
             ("slices[0] is (0, 1, 0, 1), a Slice is needed", lambda: Plan([0, 5], 1, 8, slices=[(0, 1, 0, 1)])),  # type: ignore[list-item]
             ("slices is 3, a sequence of Slices is needed", lambda: Plan([0, 5], 1, 8, slices=3)),  # type: ignore[arg-type]
             ("slices[0].low is 0.5, a whole number", lambda: Plan([0, 5], 1, 8, slices=[Slice(0, 1, 0, 1, low=0.5)])),  # type: ignore[arg-type]
-            ("slices[1].q_end is 2147483648, at most", lambda: Plan([0, 5], 1, 8, slices=[Slice(0, 1, 0, 1), Slice(1, 2**31, 0, 1)])),
-            ("slices[0].k_end is 6, expected at most 5, the tokens of k", lambda: Plan([0, 5], 1, 8, slices=[Slice(0, 1, 0, 6)])),
-            ("slices[1] is one that allows q token 1 with k token 1", lambda: Plan([0, 5], 1, 8, slices=[Slice(0, 3, 0, 3), Slice(1, 2, 1, 2)])),
-            ("window_right is 0 (causal), expected CPATTN_UNLIMITED: slices[0]", lambda: Plan([0, 3], 1, 8, slices=[Slice(0, 3, 0, 3)], window_right=0)),
+            (
+                "slices[1].q_end is 2147483648, at most",
+                lambda: Plan([0, 5], 1, 8, slices=[Slice(0, 1, 0, 1), Slice(1, 2**31, 0, 1)]),
+            ),
+            (
+                "slices[0].k_end is 6, expected at most 5, the tokens of k",
+                lambda: Plan([0, 5], 1, 8, slices=[Slice(0, 1, 0, 6)]),
+            ),
+            (
+                "slices[1] is one that allows q token 1 with k token 1",
+                lambda: Plan([0, 5], 1, 8, slices=[Slice(0, 3, 0, 3), Slice(1, 2, 1, 2)]),
+            ),
+            (
+                "window_right is 0 (causal), expected CPATTN_UNLIMITED: slices[0]",
+                lambda: Plan([0, 3], 1, 8, slices=[Slice(0, 3, 0, 3)], window_right=0),
+            ),
         ):
             refused(wrong, words, call)
 
@@ -216,7 +254,15 @@ def values(rank: int, world: int) -> None:
             batch = context.batch(ends, slices=made)
             n = ends[-1]
             compare(batch, heads, bound, allowed_by(made, n, n))
-            compare(batch, heads, bound, allowed_by(made, n, n, left=4), window_left=4, softcap=3.0, sinks=draw(6, dtype=f32))
+            compare(
+                batch,
+                heads,
+                bound,
+                allowed_by(made, n, n, left=4),
+                window_left=4,
+                softcap=3.0,
+                sinks=draw(6, dtype=f32),
+            )
             compare(batch, heads, bound, allowed_by(made, n, n, left=4, right=2), window_left=4, window_right=2)
         context.close()
 
@@ -263,7 +309,9 @@ def of_layers(rank: int, world: int) -> None:
     context = Context(heads=4, kv_heads=2, head_dim=8, dtype=torch.float64)
     ends, made = CASES["shared_prefix"]
     batch = context.batch(ends, slices=made)
-    assert batch is context.batch(torch.tensor(ends), slices=iter([s.complete for s in made])) and batch is not context.batch(ends)
+    assert batch is context.batch(
+        torch.tensor(ends), slices=iter([s.complete for s in made])
+    ) and batch is not context.batch(ends)
     assert batch.slices == tuple(s.complete for s in made) and context.batch(ends).slices is None
     chunks = batch.with_slices(slices.chunks(ends, 7))
     assert chunks.plan.distribution == batch.plan.distribution and torch.equal(chunks.tokens, batch.tokens)
@@ -288,7 +336,11 @@ def of_layers(rank: int, world: int) -> None:
 def cross(rank: int, world: int) -> None:
     """k and v of other lengths than q."""
     q, k, starts = [0, 3, 20, 20, 41], [0, 17, 17, 30, 55], [20, 0, 0, 3]
-    for more in ({}, {"ulysses": 2, "ring": 2, "layout": "striped", "layout_parameter": 2}, {"ring": 4, "circulate_forward": "queries"}):
+    for more in (
+        {},
+        {"ulysses": 2, "ring": 2, "layout": "striped", "layout_parameter": 2},
+        {"ring": 4, "circulate_forward": "queries"},
+    ):
         context = Context(heads=4, kv_heads=2, head_dim=8, dtype=torch.float64, **more)  # type: ignore[arg-type]
         for given in (None, starts):
             documents = [
@@ -300,9 +352,19 @@ def cross(rank: int, world: int) -> None:
             compare(batch, (2, 8, 8), 2e-14, pairs)
             full = allowed_by([s._replace(high=None) for s in documents], 41, 55)
             compare(batch, (2, 8, 8), 2e-14, full, window_right=UNLIMITED)
-            compare(batch, (2, 8, 6), 2e-14, allowed_by(documents, 41, 55, left=6), window_left=6, sinks=draw(4, dtype=torch.float32))
+            compare(
+                batch,
+                (2, 8, 6),
+                2e-14,
+                allowed_by(documents, 41, 55, left=6),
+                window_left=6,
+                sinks=draw(4, dtype=torch.float32),
+            )
             ids = torch.arange(55)
-            assert torch.equal(batch.shard(ids, side="k"), batch.k_tokens) and len(batch.k_tokens) == batch.plan.share(rank).k_tokens
+            assert (
+                torch.equal(batch.shard(ids, side="k"), batch.k_tokens)
+                and len(batch.k_tokens) == batch.plan.share(rank).k_tokens
+            )
             document = torch.bucketize(batch.k_tokens, torch.tensor(k)[1:], right=True)
             assert torch.equal(batch.k_positions, batch.k_tokens - torch.tensor(k)[document])
             if given:
@@ -327,19 +389,38 @@ def refusals(rank: int, world: int) -> None:
         ("slices[0].q_end is 30, expected at most 20", lambda: context.batch([0, 20], slices=[Slice(0, 30, 0, 1)])),
         ("slices[0] is 3, a Slice is needed", lambda: context.batch([0, 20], slices=[3])),  # type: ignore[list-item]
         ("cu_seqlens_k has length 3, 2 is needed", lambda: context.batch([0, 20], cu_seqlens_k=[0, 3, 5])),
-        ("q_start is 'x', a sequence of whole numbers", lambda: context.batch([0, 20], cu_seqlens_k=[0, 3], q_start="x")),  # type: ignore[arg-type]
+        (
+            "q_start is 'x', a sequence of whole numbers",
+            lambda: context.batch([0, 20], cu_seqlens_k=[0, 3], q_start="x"),
+        ),  # type: ignore[arg-type]
         ("q_start is given, expected NULL without cu_seqlens_k", lambda: context.batch([0, 20], q_start=[1])),
         ("side is 'z', one of 'q', 'k'", lambda: context.batch([0, 20]).shard(torch.ones(20), side="z")),
-        ("layers: a kind of layer has slices", lambda: Context(heads=2, head_dim=8, layers=[(1, {"heads": 2, "head_dim": 8, "slices": []})])),
+        (
+            "layers: a kind of layer has slices",
+            lambda: Context(heads=2, head_dim=8, layers=[(1, {"heads": 2, "head_dim": 8, "slices": []})]),
+        ),
     ):
         refused(wrong, words, call)
     ends, made = CASES["spans"]
     batch = context.batch(ends, slices=made)
     q = torch.ones(len(batch.tokens), 4, 8, dtype=torch.float64)
-    refused(wrong, "window_right is 0 (causal), expected CPATTN_UNLIMITED: slices[2]", batch.attention, q, q[:, :2], q[:, :2], window_right=0)
+    refused(
+        wrong,
+        "window_right is 0 (causal), expected CPATTN_UNLIMITED: slices[2]",
+        batch.attention,
+        q,
+        q[:, :2],
+        q[:, :2],
+        window_right=0,
+    )
     # Ranks with different slices.
     other = context.batch(ends, slices=made[:-1] if rank == 3 else made)
-    refused(cpattn.Disagreement, "rank", other.attention, *(torch.ones(len(other.tokens), h, 8, dtype=torch.float64) for h in (4, 2, 2)))
+    refused(
+        cpattn.Disagreement,
+        "rank",
+        other.attention,
+        *(torch.ones(len(other.tokens), h, 8, dtype=torch.float64) for h in (4, 2, 2)),
+    )
     compare(batch, (2, 8, 8), 2e-14, allowed_by(made, 30, 30))
     context.close()
 
@@ -347,10 +428,16 @@ def refusals(rank: int, world: int) -> None:
 def compiled(rank: int, world: int) -> None:
     """Slices in compiled functions: they are not part of the graph, and a saved graph runs its own backward."""
     context = Context(heads=4, kv_heads=2, head_dim=8, plans=2, layout="balanced", layout_parameter=2)
-    function = torch.compile(lambda q, k, v, batch: batch.attention(q, k, v, window_left=9), backend="aot_eager", fullgraph=True)
+    function = torch.compile(
+        lambda q, k, v, batch: batch.attention(q, k, v, window_left=9), backend="aot_eager", fullgraph=True
+    )
     for name in ("shared_prefix", "tree", "spans", "nothing"):
         ends, made = CASES[name]
-        for batch in (context.batch(ends, slices=made), context.batch(ends), context.batch(ends, slices=made).with_slices(slices.chunks(ends, 5))):
+        for batch in (
+            context.batch(ends, slices=made),
+            context.batch(ends),
+            context.batch(ends, slices=made).with_slices(slices.chunks(ends, 5)),
+        ):
             mine = [batch.shard(draw(ends[-1], h, 8, dtype=torch.float32)).requires_grad_() for h in (4, 2, 2)]
             o = function(*mine, batch)
             want = batch.attention(*mine, window_left=9)
@@ -362,7 +449,10 @@ def compiled(rank: int, world: int) -> None:
             for a, b in zip(torch.autograd.grad(o, mine, d_o), torch.autograd.grad(want, mine, d_o)):
                 assert torch.equal(a, b), name
     batch = context.batch([0, 9, 20], cu_seqlens_k=[0, 4, 31], slices=[Slice(0, 20, 0, 31)])
-    mine = [batch.shard(draw(n, h, 8, dtype=torch.float32), side) for n, h, side in ((20, 4, "q"), (31, 2, "k"), (31, 2, "k"))]
+    mine = [
+        batch.shard(draw(n, h, 8, dtype=torch.float32), side)
+        for n, h, side in ((20, 4, "q"), (31, 2, "k"), (31, 2, "k"))
+    ]
     assert torch.equal(function(*mine, batch), batch.attention(*mine, window_left=9))
     leave(context)
 

@@ -53,20 +53,36 @@ def all_of_it(rank: int, world: int) -> None:
         o = formula(*exact, slopes)
         wants.append((o.detach(), *gradients(o, d_o, exact)))
     assert error(wants[0][0], wants[1][0]) > 0.05, "one row is another computation"
-    function = torch.compile(lambda batch, q, k, v, slopes: batch.attention(q, k, v, alibi_slopes=slopes), backend="aot_eager", fullgraph=True)
+    function = torch.compile(
+        lambda batch, q, k, v, slopes: batch.attention(q, k, v, alibi_slopes=slopes),
+        backend="aot_eager",
+        fullgraph=True,
+    )
     for more in ({"ulysses": 3}, {"ring": 3, "layout": "zigzag", "circulate": "queries"}):
         context = Context(heads=HEADS, kv_heads=KV_HEADS, head_dim=DIM, dtype=torch.float64, **more)  # type: ignore[arg-type]
         batch = context.batch(DOCUMENTS)
-        for given, want in ((SLOPES, wants[0]), (SLOPES.tolist(), wants[0]), (SLOPES[3], wants[1]), (SLOPES[3].tolist(), wants[1])):
+        for given, want in (
+            (SLOPES, wants[0]),
+            (SLOPES.tolist(), wants[0]),
+            (SLOPES[3], wants[1]),
+            (SLOPES[3].tolist(), wants[1]),
+        ):
             for compiled in (False, True):
                 if compiled and not isinstance(given, torch.Tensor):
                     continue
                 mine = [batch.shard(x).requires_grad_() for x in whole]
                 o = function(batch, *mine, given) if compiled else batch.attention(*mine, alibi_slopes=given)  # type: ignore[arg-type]
                 for name, a, b in zip(("o", "dq", "dk", "dv"), (o, *gradients(o, batch.shard(d_o), mine)), want):
-                    assert error(a, batch.shard(b)) < 1e-6, (name, more, compiled, error(a, batch.shard(b)))  # slopes are f32
+                    assert error(a, batch.shard(b)) < 1e-6, (
+                        name,
+                        more,
+                        compiled,
+                        error(a, batch.shard(b)),
+                    )  # slopes are f32
         attend = lambda slopes: batch.attention(*map(batch.shard, whole), alibi_slopes=slopes)  # noqa: B023, E731
-        refused("alibi_slopes is of 4 rows of 6 (alibi_rows), expected 5 rows, one for each document", attend, SLOPES[:4])
+        refused(
+            "alibi_slopes is of 4 rows of 6 (alibi_rows), expected 5 rows, one for each document", attend, SLOPES[:4]
+        )
         refused("alibi_slopes[0] has length 5, 6 is needed", attend, SLOPES[:, :5])
         refused("alibi_slopes has length 5, 6 is needed", attend, SLOPES[0, :5])
         refused("alibi_slopes is 3, a sequence of numbers is needed", attend, 3)
@@ -74,7 +90,13 @@ def all_of_it(rank: int, world: int) -> None:
         refused("alibi_slopes.requires_grad is True", attend, SLOPES.clone().requires_grad_())
         dist.barrier()
         context.close()
-    refused("alibi_slopes has a row for each of 5 documents", Context, heads=HEADS, head_dim=DIM, alibi_slopes=SLOPES.tolist())
+    refused(
+        "alibi_slopes has a row for each of 5 documents",
+        Context,
+        heads=HEADS,
+        head_dim=DIM,
+        alibi_slopes=SLOPES.tolist(),
+    )
     layers = [(1, {"heads": HEADS, "head_dim": DIM, "alibi_slopes": SLOPES.tolist()})]
     refused("layers: alibi_slopes has a row for each", Context, heads=HEADS, head_dim=DIM, layers=layers)
 
@@ -90,10 +112,33 @@ class Slopes(unittest.TestCase):
         self.assertEqual(one[0], one[1], "a batch of one document")
         other = cpattn.Plan.with_tokens_of(made, 2, 4, alibi_slopes=[[0.5, 0.25], [1.0, 0.5]])
         self.assertNotEqual(other.fingerprint, made.fingerprint)
-        refused("alibi_slopes is of 3 rows of 2 (alibi_rows), expected 2 rows", cpattn.Plan, [0, 3, 5], 2, 4, alibi_slopes=[[0.5, 0.25]] * 3)
-        refused("alibi_slopes is of 1 rows of 2 (alibi_rows), expected 2 rows", cpattn.Plan, [0, 3, 5], 2, 4, alibi_slopes=[[0.5, 0.25]])
-        refused("alibi_slopes[1] has length 1, 2 is needed", cpattn.Plan, [0, 3, 5], 2, 4, alibi_slopes=[[0.5, 0.25], [1.0]])
-        refused("alibi_slopes[1] is 1.0, a sequence of numbers", cpattn.Plan, [0, 3, 5], 2, 4, alibi_slopes=[[0.5, 0.25], 1.0])
+        refused(
+            "alibi_slopes is of 3 rows of 2 (alibi_rows), expected 2 rows",
+            cpattn.Plan,
+            [0, 3, 5],
+            2,
+            4,
+            alibi_slopes=[[0.5, 0.25]] * 3,
+        )
+        refused(
+            "alibi_slopes is of 1 rows of 2 (alibi_rows), expected 2 rows",
+            cpattn.Plan,
+            [0, 3, 5],
+            2,
+            4,
+            alibi_slopes=[[0.5, 0.25]],
+        )
+        refused(
+            "alibi_slopes[1] has length 1, 2 is needed", cpattn.Plan, [0, 3, 5], 2, 4, alibi_slopes=[[0.5, 0.25], [1.0]]
+        )
+        refused(
+            "alibi_slopes[1] is 1.0, a sequence of numbers",
+            cpattn.Plan,
+            [0, 3, 5],
+            2,
+            4,
+            alibi_slopes=[[0.5, 0.25], 1.0],
+        )
         refused("alibi_slopes[1][0] is -inf", cpattn.Plan, [0, 3, 5], 2, 4, alibi_slopes=[[0.5, 0.25], [-1e300, 1.0]])
 
 

@@ -18,7 +18,9 @@ GRADIENTS = ("dq", "dk", "dv")
 
 def arrays(seed: int = 1) -> dict[str, Any]:
     random = np.random.default_rng(seed)
-    made = {name: random.standard_normal((TOKENS, HEADS, DIM), np.float32) for name in (*INPUTS, "d_o", "o", *GRADIENTS)}
+    made = {
+        name: random.standard_normal((TOKENS, HEADS, DIM), np.float32) for name in (*INPUTS, "d_o", "o", *GRADIENTS)
+    }
     return made | {"lse": random.standard_normal((HEADS, TOKENS), np.float32)}
 
 
@@ -46,7 +48,10 @@ class ReadOnly(unittest.TestCase):
             made = arrays()
             kept = made[name] = change(made[name])
             before = np.array(kept)
-            with self.assertRaisesRegex(cpattn.InvalidArgument, f"^{name} is a read-only .*Array.*: give a writable tensor|^{name} is a read-only numpy.ndarray"):
+            with self.assertRaisesRegex(
+                cpattn.InvalidArgument,
+                f"^{name} is a read-only .*Array.*: give a writable tensor|^{name} is a read-only numpy.ndarray",
+            ):
                 if name in OUTPUTS:
                     self.rank.forward(self.plan, **of(made, *INPUTS, *OUTPUTS))
                 else:

@@ -24,14 +24,20 @@ DOCUMENTS = [0, 5, 5, 6, 40, 41, 93]  # an empty one, and two of one token
 
 def draw(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> torch.Tensor:
     """The same on every rank."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)), dtype=torch.float64).to(dtype)
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)), dtype=torch.float64).to(
+        dtype
+    )
 
 
-def compare(context: Context, cu_seqlens: list[int], heads: tuple[int, int, int, int], bound: float, **formula: Any) -> None:
+def compare(
+    context: Context, cu_seqlens: list[int], heads: tuple[int, int, int, int], bound: float, **formula: Any
+) -> None:
     """o, dq, dk, dv (and dsinks) of this rank's tokens against the formula."""
     hq, hk, dim, value_dim = heads
     n, sinks = cu_seqlens[-1], formula.get("sinks")
-    whole = [draw(n, h, d, dtype=context.dtype, seed=s) for s, (h, d) in enumerate(((hq, dim), (hk, dim), (hk, value_dim)))]
+    whole = [
+        draw(n, h, d, dtype=context.dtype, seed=s) for s, (h, d) in enumerate(((hq, dim), (hk, dim), (hk, value_dim)))
+    ]
     d_o = draw(n, hq, value_dim, dtype=context.dtype, seed=9)
     batch = context.batch(cu_seqlens)
     mine = [batch.shard(x).requires_grad_() for x in whole]
@@ -68,7 +74,25 @@ def leave(context: Context) -> None:
 
 
 def everything(rank: int, world: int) -> None:
-    for check in (results, nodes, kinds, contexts, precision, strides, exchanges, gradcheck, log_sum_exp, shares, overlaps, subgroups, refusals, second_derivatives, disagreements, leaving, stays_failed):
+    for check in (
+        results,
+        nodes,
+        kinds,
+        contexts,
+        precision,
+        strides,
+        exchanges,
+        gradcheck,
+        log_sum_exp,
+        shares,
+        overlaps,
+        subgroups,
+        refusals,
+        second_derivatives,
+        disagreements,
+        leaving,
+        stays_failed,
+    ):
         check(rank, world)
         dist.barrier()
 
@@ -82,7 +106,11 @@ def results(rank: int, world: int) -> None:
         (f64, 1e-14, {"ulysses": 4}),
         (f64, 1e-14, {"ulysses": 2, "ring": 2, "layout": Layout.STRIPED, "layout_parameter": 3}),
         (f32, 1e-6, {"ulysses": 2, "ring": 2, "layout": Layout.ZIGZAG_PACK}),
-        (f32, 1e-6, {"ring": 4, "layout": Layout.BALANCED, "layout_parameter": 2, "circulate": cpattn.Circulate.QUERIES}),
+        (
+            f32,
+            1e-6,
+            {"ring": 4, "layout": Layout.BALANCED, "layout_parameter": 2, "circulate": cpattn.Circulate.QUERIES},
+        ),
         (f32, 1e-6, {"ulysses": 2, "ring": 2, "circulate_forward": "queries"}),
         (bf16, 1e-2, {"ulysses": 2, "ring": 2}),
     ):
@@ -90,7 +118,18 @@ def results(rank: int, world: int) -> None:
         compare(context, DOCUMENTS, shape, bound)
         compare(context, [0, 2], shape, bound)  # two ranks have no token
         context.close()
-    context = Context(heads=4, kv_heads=2, head_dim=8, value_dim=6, window_left=9, softcap=3.0, sinks=True, dtype=f64, ulysses=2, ring=2)
+    context = Context(
+        heads=4,
+        kv_heads=2,
+        head_dim=8,
+        value_dim=6,
+        window_left=9,
+        softcap=3.0,
+        sinks=True,
+        dtype=f64,
+        ulysses=2,
+        ring=2,
+    )
     compare(context, DOCUMENTS, (4, 2, 8, 6), 2e-14, window=10, softcap=3.0, sinks=draw(4, dtype=f32))
     compare(context, DOCUMENTS, (4, 2, 8, 6), 2e-14, window=10, softcap=3.0, sinks=draw(4, 3, dtype=f32))
     context.close()
@@ -123,7 +162,11 @@ def nodes(rank: int, world: int) -> None:
         compare(context, DOCUMENTS, shape, 1e-14)
         leave(context)
         if rank < 3:
-            for words in ("node of size 1, expected a node of size 2", "LOCAL_WORLD_SIZE is 2", "give ranks_per_node, 0 if"):
+            for words in (
+                "node of size 1, expected a node of size 2",
+                "LOCAL_WORLD_SIZE is 2",
+                "give ranks_per_node, 0 if",
+            ):
                 refused(cpattn.InvalidArgument, words, Context, three, heads=9, head_dim=8)
         differing(rank)
     finally:
@@ -133,22 +176,40 @@ def nodes(rank: int, world: int) -> None:
 def three_nodes(rank: int, world: int) -> None:
     """Nodes of torchrun that a mesh does not fit are refused with the way out."""
     os.environ["LOCAL_WORLD_SIZE"] = "2"
-    for words in ("expected a multiple or a divisor of the 3 Ulysses ranks", "ranks_per_node is 2 from LOCAL_WORLD_SIZE: give ranks_per_node, 0"):
+    for words in (
+        "expected a multiple or a divisor of the 3 Ulysses ranks",
+        "ranks_per_node is 2 from LOCAL_WORLD_SIZE: give ranks_per_node, 0",
+    ):
         refused(cpattn.InvalidArgument, words, Context, heads=9, kv_heads=3, head_dim=8, ulysses=3, ring=2)
 
 
 def differing(rank: int) -> None:
     """Ranks that are told different numbers are refused, all of them, with the same words and long before the timeout; the group
     is usable afterwards."""
-    out, way = "all ranks of the group need the same. Give ranks_per_node on all of them:", "or 0 if all links are alike"
+    out, way = (
+        "all ranks of the group need the same. Give ranks_per_node on all of them:",
+        "or 0 if all links are alike",
+    )
     environment, argument = "LOCAL_WORLD_SIZE", "ranks_per_node"
     divides = "a number that divides the ranks of each node"
     for told, given, found in (
         ("2233", None, f"{environment} 2 on ranks 0-1; {environment} 3 on ranks 2-3: {out} {divides}, {way}"),
-        ("2442", None, f"{environment} 2 on ranks 0, 3; {environment} 4 on ranks 1-2: {out} 2, which divides all of these, {way}"),
-        (["2", "", "two", "2"], None, f"{environment} 2 on ranks 0, 3; an invalid {environment} on ranks 1-2: {out} {divides}, {way}"),
+        (
+            "2442",
+            None,
+            f"{environment} 2 on ranks 0, 3; {environment} 4 on ranks 1-2: {out} 2, which divides all of these, {way}",
+        ),
+        (
+            ["2", "", "two", "2"],
+            None,
+            f"{environment} 2 on ranks 0, 3; an invalid {environment} on ranks 1-2: {out} {divides}, {way}",
+        ),
         (["-2", "2", "2", "2"], None, f"an invalid {environment} on rank 0; {environment} 2 on ranks 1-3: {out}"),
-        ([None, "2", "2", "2"], None, f"neither {argument} nor {environment} on rank 0; {environment} 2 on ranks 1-3: {out} {divides}"),
+        (
+            [None, "2", "2", "2"],
+            None,
+            f"neither {argument} nor {environment} on rank 0; {environment} 2 on ranks 1-3: {out} {divides}",
+        ),
         ("2222", [2, 2, 2, 4], f"{argument} 2 on ranks 0-2; {argument} 4 on rank 3: {out} 2, which divides"),
         ("2222", [0, 2, 2, 2], f"{argument} 0 on rank 0; {argument} 2 on ranks 1-3: {out} {divides}"),
         ("2222", [-1, 2, 2, 2], f"an invalid {argument} on rank 0; {argument} 2 on ranks 1-3: {out}"),
@@ -156,7 +217,11 @@ def differing(rank: int) -> None:
         # A rank without the argument has torchrun's, even if the number is the same.
         ("2222", [2, ..., 2, 2], f"{argument} 2 on ranks 0, 2-3; {environment} 2 on rank 1: {out} 2"),
         # What all were given alike, and none can use.
-        (["two"] * 4, None, f"{environment} is 'two', a whole number of at least 1 is needed, or {argument}, 0 if all links"),
+        (
+            ["two"] * 4,
+            None,
+            f"{environment} is 'two', a whole number of at least 1 is needed, or {argument}, 0 if all links",
+        ),
         ("0000", None, f"{environment} is '0', a whole number of at least 1 is needed"),
         ("2222", [-1] * 4, f"{argument} is -1, at least 0 is needed"),
         ("2222", [3] * 4, f"{argument} is 3, expected a divisor of the 4 ranks"),
@@ -189,7 +254,11 @@ def kinds(rank: int, world: int) -> None:
     """Layers of several kinds over one batch: each is right, on the tokens of the batch. With balanced layouts, plans made one by
     one would give ranks other tokens."""
     total = DOCUMENTS[-1]
-    for more in ({}, {"ring": 4, "layout": "balanced", "layout_parameter": 4}, {"ring": 2, "ulysses": 2, "layout": "striped", "layout_parameter": 3}):
+    for more in (
+        {},
+        {"ring": 4, "layout": "balanced", "layout_parameter": 4},
+        {"ring": 2, "ulysses": 2, "layout": "striped", "layout_parameter": 3},
+    ):
         context = Context(heads=4, kv_heads=2, head_dim=8, dtype=torch.float64, **more)  # type: ignore[arg-type]
         batch = context.batch(DOCUMENTS)
         for (hq, hk, dim, value_dim), told, formula in (
@@ -219,12 +288,18 @@ def contexts(rank: int, world: int) -> None:
     full = cpattn.Plan(cu_seqlens, 2, 8, world=4, **balanced)  # type: ignore[arg-type]
     fresh = cpattn.Plan(cu_seqlens, 2, 8, world=4, window_left=15, **balanced)  # type: ignore[arg-type]
     assert [full.share(r).q_tokens for r in range(4)] == [fresh.share(r).q_tokens for r in range(4)], "equal counts"
-    assert full.tokens(cpattn.Side.Q, rank) != fresh.tokens(cpattn.Side.Q, rank) and full.distribution != fresh.distribution
+    assert (
+        full.tokens(cpattn.Side.Q, rank) != fresh.tokens(cpattn.Side.Q, rank)
+        and full.distribution != fresh.distribution
+    )
 
     first = Context(heads=2, head_dim=8, dtype=torch.float64, **balanced)  # type: ignore[arg-type]
     windowed = Context(heads=2, head_dim=8, window_left=15, dtype=torch.float64, **balanced)  # type: ignore[arg-type]
     batch, other = first.batch(cu_seqlens), windowed.batch(cu_seqlens)
-    assert torch.equal(batch.tokens, other.tokens) and batch.plan.distribution == other.plan.distribution == full.distribution
+    assert (
+        torch.equal(batch.tokens, other.tokens)
+        and batch.plan.distribution == other.plan.distribution == full.distribution
+    )
     whole = [draw(512, 2, 8, seed=s) for s in range(3)]
     want = dense(*whole, cu_seqlens, window=16)
     assert error(other.attention(*(batch.shard(x) for x in whole)), batch.shard(want)) < 1e-13
@@ -236,10 +311,22 @@ def contexts(rank: int, world: int) -> None:
     ):
         third = Context(heads=2, head_dim=8, **more)  # type: ignore[arg-type]
         refused(cpattn.InvalidArgument, found, third.batch, cu_seqlens)
-        refused(cpattn.InvalidArgument, f"layout balanced(4), ulysses 1 x ring 4, distribution {full.distribution:016x}", third.batch, cu_seqlens)
+        refused(
+            cpattn.InvalidArgument,
+            f"layout balanced(4), ulysses 1 x ring 4, distribution {full.distribution:016x}",
+            third.batch,
+            cu_seqlens,
+        )
         leave(third)
     # Where no context could have it, it is not made.
-    refused(cpattn.InvalidArgument, "ulysses is 3, expected a divisor of the world of 4", Context, heads=2, head_dim=8, ulysses=3)
+    refused(
+        cpattn.InvalidArgument,
+        "ulysses is 3, expected a divisor of the world of 4",
+        Context,
+        heads=2,
+        head_dim=8,
+        ulysses=3,
+    )
     apart = Context(heads=2, head_dim=8, dtype=torch.float64, ring=4, layout="zigzag", own_tokens=True)
     assert apart.batch(cu_seqlens).plan.distribution != full.distribution
     compare(apart, cu_seqlens, (2, 2, 8, 8), 1e-13)
@@ -281,7 +368,13 @@ def precision(rank: int, world: int) -> None:
 def strides(rank: int, world: int) -> None:
     """Heads first, as Transformers has them, slices of one projection, expanded heads: nothing is copied by PyTorch, results and
     gradients are those of compact tensors, and gradients lie as their tensors do."""
-    for more in ({"ring": 4}, {"ring": 2, "ulysses": 2}, {"ulysses": 4}, {"ring": 4, "circulate": "queries"}, {"ring": 4, "circulate_forward": "queries"}):
+    for more in (
+        {"ring": 4},
+        {"ring": 2, "ulysses": 2},
+        {"ulysses": 4},
+        {"ring": 4, "circulate": "queries"},
+        {"ring": 4, "circulate_forward": "queries"},
+    ):
         context = Context(heads=4, kv_heads=4, head_dim=8, **more)  # type: ignore[arg-type]
         batch = context.batch(DOCUMENTS)
         n = len(batch.tokens)
@@ -316,7 +409,11 @@ class Copies(torch.utils._python_dispatch.TorchDispatchMode):
     count = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += function in (torch.ops.aten.clone.default, torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default)
+        self.count += function in (
+            torch.ops.aten.clone.default,
+            torch.ops.aten.copy_.default,
+            torch.ops.aten._to_copy.default,
+        )
         return function(*args, **(kwargs or {}))
 
 
@@ -341,11 +438,19 @@ def exchanges(rank: int, world: int) -> None:
         k = batch.to_heads(own, "k", **of)
         group = h // hk
         assert torch.equal(k, y[:, first // group : -(-end // group)])
-        users = torch.tensor([sum(r * h // 4 // group <= i < -(-((r + 1) * h // 4) // group) for r in range(4)) for i in range(hk)])
+        users = torch.tensor(
+            [sum(r * h // 4 // group <= i < -(-((r + 1) * h // 4) // group) for r in range(4)) for i in range(hk)]
+        )
         assert error(gradients(k, torch.ones_like(k), [own])[0], users[None, :, None].expand(len(own), hk, 5)) == 0
     refused(cpattn.InvalidArgument, "x.ndim is 2", batch.to_heads, torch.zeros(1, 2))
     refused(cpattn.InvalidArgument, "heads", batch.to_heads, batch.shard(draw(total, 7, 5)))
-    refused(cpattn.InvalidArgument, "ulysses is 4, expected at most heads = 3", batch.to_heads, batch.shard(draw(total, 3, 5)), heads=3)
+    refused(
+        cpattn.InvalidArgument,
+        "ulysses is 4, expected at most heads = 3",
+        batch.to_heads,
+        batch.shard(draw(total, 3, 5)),
+        heads=3,
+    )
     leave(context)
     context = Context(heads=4, head_dim=8, ring=2, ulysses=2)
     refused(cpattn.Unsupported, "kind other on a ring", context.batch(DOCUMENTS).to_heads, torch.zeros(1, 4, 5))
@@ -508,7 +613,10 @@ def overlaps(rank: int, world: int) -> None:
     batch = context.batch(cu_seqlens)
     q, k, v = (batch.shard(draw(2000, 8, 64, seed=s, dtype=torch.float32)) for s in range(3))
     want = batch.attention(q, k, v)
-    assert error(want, batch.shard(dense(*(draw(2000, 8, 64, seed=s, dtype=torch.float32) for s in range(3)), cu_seqlens))) < 1e-6
+    assert (
+        error(want, batch.shard(dense(*(draw(2000, 8, 64, seed=s, dtype=torch.float32) for s in range(3)), cu_seqlens)))
+        < 1e-6
+    )
     for _ in range(3):
         totals = [torch.full((1000,), float(rank)) for _ in range(8)]
         works = [dist.all_reduce(total, async_op=True) for total in totals]
@@ -526,25 +634,59 @@ def subgroups(rank: int, world: int) -> None:
     assert (context.world, context.number) == (2, rank // 2)
     compare(context, [0, 10 + rank % 2, 40], (3, 3, 8, 8), 1e-14)
     context.close()
-    refused(cpattn.InvalidArgument, f"process {rank} is not a member of group", Context, groups[1 - rank % 2], heads=2, head_dim=4)
+    refused(
+        cpattn.InvalidArgument,
+        f"process {rank} is not a member of group",
+        Context,
+        groups[1 - rank % 2],
+        heads=2,
+        head_dim=4,
+    )
 
 
 def refusals(rank: int, world: int) -> None:
     """Messages name the argument of the caller, the value found and the value needed."""
     shape = {"heads": 2, "head_dim": 4}
     refused(cpattn.Unsupported, "device is meta, which has no memory", Context, **shape, device="meta")
-    refused(cpattn.Unsupported, "device is xpu, cpu or cuda is needed with kernels='cpattn'", Context, **shape, device="xpu", kernels="cpattn")
+    refused(
+        cpattn.Unsupported,
+        "device is xpu, cpu or cuda is needed with kernels='cpattn'",
+        Context,
+        **shape,
+        device="xpu",
+        kernels="cpattn",
+    )
     refused(cpattn.InvalidArgument, "workers is 2", Context, **shape, device="cuda", kernels="cpattn", workers=2)
-    refused(cpattn.InvalidArgument, "workers is 2, 1 is needed with kernels='math'", Context, **shape, kernels="math", workers=2)
+    refused(
+        cpattn.InvalidArgument,
+        "workers is 2, 1 is needed with kernels='math'",
+        Context,
+        **shape,
+        kernels="math",
+        workers=2,
+    )
     refused(cpattn.InvalidArgument, "kernels is 'maths', ", Context, **shape, kernels="maths")
     refused(cpattn.InvalidArgument, "kernels is 3, 'cpattn', ", Context, **shape, kernels=3)
-    refused(cpattn.InvalidArgument, "communicator is 'own', 'torch' or None is needed", Context, **shape, kernels="math", communicator="own")
+    refused(
+        cpattn.InvalidArgument,
+        "communicator is 'own', 'torch' or None is needed",
+        Context,
+        **shape,
+        kernels="math",
+        communicator="own",
+    )
     # No NCCL in this library, or no driver. Without NCCL rank 0 says so, and the others that it did.
     refused(cpattn.Unsupported, "cpattn_nccl_", Context, **shape, device="cuda", kernels="cpattn")
     refused(cpattn.InvalidArgument, "dtype is torch.int32", Context, **shape, dtype=torch.int32)
     refused(cpattn.InvalidArgument, "timeout is 0", Context, **shape, timeout=0)
     refused(cpattn.InvalidArgument, "heads is 0", Context, **{**shape, "heads": 0})
-    refused(cpattn.InvalidArgument, "nonsense is no argument of Context; its arguments are alibi_slopes, circulate, circulate_forward, communicator, ", Context, **shape, nonsense=1)
+    refused(
+        cpattn.InvalidArgument,
+        "nonsense is no argument of Context; its arguments are alibi_slopes, circulate, circulate_forward, communicator, ",
+        Context,
+        **shape,
+        nonsense=1,
+    )
     # Found before anything waits for another rank.
     for words, options in (
         ("heads is 2.5, a whole number is needed", {"heads": 2.5}),
@@ -560,7 +702,10 @@ def refusals(rank: int, world: int) -> None:
         ("workers is 2.5, a whole number is needed", {"workers": 2.5}),
         ("device is 'gpu', a device of PyTorch is needed", {"device": "gpu"}),
         ("dtype is 'f32', one of torch.float16, ", {"dtype": "f32"}),
-        (f"group is 'world', a process group, None or ascending global ranks below {world} are needed", {"group": "world"}),
+        (
+            f"group is 'world', a process group, None or ascending global ranks below {world} are needed",
+            {"group": "world"},
+        ),
     ):
         refused(cpattn.InvalidArgument, words, Context, **{**shape, **options})
     refused(cpattn.InvalidArgument, "bytes is 2.5, a whole number is needed", check_ring, bytes=2.5)
@@ -716,7 +861,9 @@ def alone(rank: int, world: int) -> None:
     for numbers in ([0, 1.7, 3], torch.tensor([0, 1.7, 3.2])):
         refused(cpattn.InvalidArgument, "a sequence of whole numbers is needed", context.batch, numbers)
     for timeout in (float("inf"), 1e-9, float("nan")):
-        refused(cpattn.InvalidArgument, f"timeout is {timeout}", lambda t: Context(heads=1, head_dim=4, timeout=t), timeout)
+        refused(
+            cpattn.InvalidArgument, f"timeout is {timeout}", lambda t: Context(heads=1, head_dim=4, timeout=t), timeout
+        )
     context.close()
 
 

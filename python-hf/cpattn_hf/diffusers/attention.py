@@ -50,7 +50,9 @@ class Attention:
         if not max(every_q):
             return q.new_empty(*q.shape[:3], v.shape[3])
         if empty := [at for at, row in enumerate(read) if True not in row]:
-            raise Unsupported(f"attn_mask hides all keys from element {empty[0]} of the batch, at least one is needed: leave that element, or its mask, out")
+            raise Unsupported(
+                f"attn_mask hides all keys from element {empty[0]} of the batch, at least one is needed: leave that element, or its mask, out"
+            )
         context = self._context(q, k, v)
         order: list[int] = []
         parts: list[Tensor] = []
@@ -79,23 +81,46 @@ class Attention:
         return found
 
     def _alike(
-        self, context: Context, q: Tensor, k: Tensor, v: Tensor, most_q: int, most_k: int, read: Sequence[bool], scale: float | None
+        self,
+        context: Context,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        most_q: int,
+        most_k: int,
+        read: Sequence[bool],
+        scale: float | None,
     ) -> Tensor:
         """Elements of the batch that read the same keys, as heads of one call."""
         world, (batch, tokens, heads, _) = self._transport.world, q.shape
         q, k, v = (_rows(x, most) for x, most in ((q, most_q), (k, most_k), (v, most_k)))
-        batch_ = context.batch([0, world * most_q], cu_seqlens_k=[0, world * most_k], slices=slices_of(world * most_q, read))
+        batch_ = context.batch(
+            [0, world * most_q], cu_seqlens_k=[0, world * most_k], slices=slices_of(world * most_q, read)
+        )
         first_q, first_k = self._transport.rank * most_q, self._transport.rank * most_k
-        assert batch_.tokens.tolist() == list(range(first_q, first_q + most_q)) and batch_.k_tokens.tolist() == list(range(first_k, first_k + most_k))
+        assert batch_.tokens.tolist() == list(range(first_q, first_q + most_q)) and batch_.k_tokens.tolist() == list(
+            range(first_k, first_k + most_k)
+        )
         o: Tensor = batch_.attention(q, k, v, scale=scale)
         return o[:tokens].view(tokens, batch, heads, o.shape[2]).transpose(0, 1)
 
     def _context(self, q: Tensor, k: Tensor, v: Tensor) -> Context:
         key = (q.dtype, q.device, *q.shape[2:], *k.shape[2:], v.shape[3])
         if key not in self._contexts:
-            shape: dict[str, Any] = {"heads": q.shape[2], "kv_heads": k.shape[2], "head_dim": q.shape[3], "value_dim": v.shape[3]}
+            shape: dict[str, Any] = {
+                "heads": q.shape[2],
+                "kv_heads": k.shape[2],
+                "head_dim": q.shape[3],
+                "value_dim": v.shape[3],
+            }
             self._contexts[key] = Context(
-                self._group, dtype=q.dtype, device=q.device, own_tokens=True, layout="contiguous", **shape, **self._options
+                self._group,
+                dtype=q.dtype,
+                device=q.device,
+                own_tokens=True,
+                layout="contiguous",
+                **shape,
+                **self._options,
             )
         return self._contexts[key]
 
@@ -156,14 +181,26 @@ def backend(former: Any) -> Any:
             if dropout_p:
                 raise Unsupported(f"dropout_p is {dropout_p} in attention, 0 is needed: each rank would draw its own")
             if is_causal:
-                raise Unsupported("is_causal is True in attention, False is needed: the ranks' tokens have no common order")
+                raise Unsupported(
+                    "is_causal is True in attention, False is needed: the ranks' tokens have no common order"
+                )
             return attend(query, key, value, attn_mask, scale)
-        chosen, function = _AttentionBackendRegistry.get_active_backend() if usual is None else (usual, _AttentionBackendRegistry._backends[usual])
+        chosen, function = (
+            _AttentionBackendRegistry.get_active_backend()
+            if usual is None
+            else (usual, _AttentionBackendRegistry._backends[usual])
+        )
         given = {
             "query": query, "key": key, "value": value, "attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale,
             "enable_gqa": enable_gqa, "_parallel_config": None,
         }  # fmt: skip
-        o: Tensor = function(**{one: what for one, what in given.items() if one in _AttentionBackendRegistry._supported_arg_names[chosen]})
+        o: Tensor = function(
+            **{
+                one: what
+                for one, what in given.items()
+                if one in _AttentionBackendRegistry._supported_arg_names[chosen]
+            }
+        )
         return o
 
     _AttentionBackendRegistry.register(made)(attention)

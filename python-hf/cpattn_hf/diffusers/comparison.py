@@ -68,7 +68,11 @@ def repeatable(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def moved(model: nn.Module) -> Iterator[None]:
     """Each result of a layer is off by one unit in its last place, upwards or downwards."""
-    handles = [module.register_forward_hook(_off_by_one) for module in model.modules() if not any(True for _ in module.children())]
+    handles = [
+        module.register_forward_hook(_off_by_one)
+        for module in model.modules()
+        if not any(True for _ in module.children())
+    ]
     torch.manual_seed(1)
     try:
         yield

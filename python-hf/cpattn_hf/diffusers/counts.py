@@ -19,10 +19,21 @@ def counts(transport: EngineTransport, what: str, kind: Any, *mine: int) -> list
     """One or two numbers of rows of this rank as lists of those of all ranks, which need the same `kind`. All ranks call it."""
     with refusing(transport):
         if max(mine) >> _BITS:
-            raise InvalidArgument(f"{what} has {max(mine)} rows on rank {transport.rank}, fewer than {1 << _BITS} are needed: use more ranks")
-    digest = int.from_bytes(hashlib.blake2b(repr((what, kind)).encode(), digest_size=8).digest(), "little") >> (2 * _BITS + 1)
+            raise InvalidArgument(
+                f"{what} has {max(mine)} rows on rank {transport.rank}, fewer than {1 << _BITS} are needed: use more ranks"
+            )
+    digest = int.from_bytes(hashlib.blake2b(repr((what, kind)).encode(), digest_size=8).digest(), "little") >> (
+        2 * _BITS + 1
+    )
     shifts = [1 + _BITS * at for at in range(2)]
-    said = digests(transport, what, 1 | digest << (2 * _BITS + 1) | sum(one << shift for one, shift in zip(mine, shifts, strict=False)))
+    said = digests(
+        transport,
+        what,
+        1 | digest << (2 * _BITS + 1) | sum(one << shift for one, shift in zip(mine, shifts, strict=False)),
+    )
     if others := [rank for rank, one in enumerate(said) if one >> (2 * _BITS + 1) != digest]:
-        raise Disagreement(f"ranks {others} of this group are at another place of the model than rank {transport.rank}, at {what} of {kind}", others[0])
+        raise Disagreement(
+            f"ranks {others} of this group are at another place of the model than rank {transport.rank}, at {what} of {kind}",
+            others[0],
+        )
     return [[one >> shift & (1 << _BITS) - 1 for one in said] for shift in shifts[: len(mine)]]

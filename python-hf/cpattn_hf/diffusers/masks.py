@@ -39,10 +39,14 @@ def keys_of(mask: Tensor, q: Tensor, k: Tensor) -> Tensor:
     if not keys:
         return torch.zeros(batch, 0, dtype=torch.bool)
     if not every.numel():
-        raise Unsupported(f"attn_mask has the shape {given}, without a query, and so does not say which keys are read: a mask of keys [batch, keys] is needed")
+        raise Unsupported(
+            f"attn_mask has the shape {given}, without a query, and so does not say which keys are read: a mask of keys [batch, keys] is needed"
+        )
     first = every[:, :1, :1]
     if not bool((every == first).all()):
-        raise Unsupported(f"attn_mask, of the shape {given}, differs between queries or between heads, a mask of keys [batch, keys] is needed: {_OUT}")
+        raise Unsupported(
+            f"attn_mask, of the shape {given}, differs between queries or between heads, a mask of keys [batch, keys] is needed: {_OUT}"
+        )
     if mask.dtype == torch.bool:
         kept = first
     elif not mask.dtype.is_floating_point:
@@ -50,7 +54,9 @@ def keys_of(mask: Tensor, q: Tensor, k: Tensor) -> Tensor:
     else:
         kept = first == 0
         if not bool((kept | (first <= HIDDEN)).all()):
-            raise Unsupported(f"attn_mask adds other numbers than 0 and at most {HIDDEN:g} to scores, which weighs keys: {_OUT}")
+            raise Unsupported(
+                f"attn_mask adds other numbers than 0 and at most {HIDDEN:g} to scores, which weighs keys: {_OUT}"
+            )
     return kept[:, 0, 0].expand(batch, keys)
 
 

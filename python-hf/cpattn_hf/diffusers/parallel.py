@@ -35,7 +35,9 @@ TAKEN = frozenset(
     "ulysses ring ranks_per_node gather passes circulate circulate_forward wire reproducible plans workers communicator kernels".split()
 )
 # Hooks of Diffusers that move weights, and change nothing of what is computed.
-MOVES = frozenset("group_offloading layer_execution_tracker lazy_prefetch_group_offloading layerwise_casting peft_autocast_disable".split())
+MOVES = frozenset(
+    "group_offloading layer_execution_tracker lazy_prefetch_group_offloading layerwise_casting peft_autocast_disable".split()
+)
 _NEED = "every rank calls the model with the same inputs: give all ranks one seed (generator=torch.Generator().manual_seed(…)), or send them those of one rank"
 _WEIGHTS = (
     "load the same weights on all ranks, or draw them with the same seed, those of LoRA too; give compare_weights=False where something makes them "
@@ -92,20 +94,35 @@ class ContextParallel:
                     raise refused("gradients", gradients, "'mean' (DDP, FSDP) or 'sum' is needed")
                 compare_weights = flag("compare_weights", compare_weights)
                 if name := next((name for name in options if name.startswith("layout")), None):
-                    raise InvalidArgument(f"{name} is given, and each rank has consecutive tokens of each sequence: leave it out")
+                    raise InvalidArgument(
+                        f"{name} is given, and each rank has consecutive tokens of each sequence: leave it out"
+                    )
                 if unknown := options.keys() - TAKEN:
                     raise misspelt("ContextParallel", unknown, TAKEN.union(keywords(ContextParallel)))
                 # Invalid options are refused here, not with the first call.
-                how = {name: value for name, value in options.items() if name not in ("plans", "workers", "communicator", "kernels")}
+                how = {
+                    name: value
+                    for name, value in options.items()
+                    if name not in ("plans", "workers", "communicator", "kernels")
+                }
                 over_all(Plan([0, 1], world=self.world, heads=64 * self.world, head_dim=16, layout="contiguous", **how))
                 self._places, self._known = plan_of(model, plan)
                 self._refuse_other(model)
                 self._processors = list(self._find(model))
-                self._unknown = plan is not None or any(not type(one).__module__.startswith("diffusers.") for one in self._processors)
+                self._unknown = plan is not None or any(
+                    not type(one).__module__.startswith("diffusers.") for one in self._processors
+                )
             self._sum = gradients == "sum"
-            told_names = {"model": class_of(model), "gradients": gradients, "options": sorted(options.items()), "compare_weights": compare_weights}
+            told_names = {
+                "model": class_of(model),
+                "gradients": gradients,
+                "options": sorted(options.items()),
+                "compare_weights": compare_weights,
+            }
             told_names["plan"] = [(p.name, p.inputs, p.outputs, p.gathered) for p in self._places]
-            compare_settings(self.transport, told_names | {"processors": [type(one).__qualname__ for one in self._processors]})
+            compare_settings(
+                self.transport, told_names | {"processors": [type(one).__qualname__ for one in self._processors]}
+            )
             if compare_weights:
                 same_weights(self.transport, model, _WEIGHTS)
             self._talk = Collectives(self.transport.members, timeout)
@@ -122,7 +139,9 @@ class ContextParallel:
         if getattr(model, "_cpattn", None) is not None:
             raise InvalidArgument("the model already has a ContextParallel: close it first")
         if getattr(model, "_parallel_config", None) is not None:
-            raise Unsupported("enable_parallelism was called on the model, which splits it already: load the model without it")
+            raise Unsupported(
+                "enable_parallelism was called on the model, which splits it already: load the model without it"
+            )
 
     def _find(self, model: nn.Module) -> Iterator[Any]:
         """The processors whose attention goes over the ranks."""
@@ -152,7 +171,10 @@ class ContextParallel:
             if id(processor) not in seen:
                 seen.add(id(processor))
                 self._former.append((processor, processor._attention_backend, processor._parallel_config))
-                processor._attention_backend, processor._parallel_config = backend(processor._attention_backend), self._settings
+                processor._attention_backend, processor._parallel_config = (
+                    backend(processor._attention_backend),
+                    self._settings,
+                )
 
     def _off(self) -> None:
         self.attention = None
@@ -181,7 +203,9 @@ class ContextParallel:
         float32 it notices what bfloat16 hides."""
         self._check_open()
         if self.attention is None:
-            raise InvalidArgument("check was called inside of off(), where the model is not over the ranks: call it outside")
+            raise InvalidArgument(
+                "check was called inside of off(), where the model is not over the ranks: call it outside"
+            )
         return self._check(self._named(args, kwargs), inside=False)
 
     def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -204,9 +228,16 @@ class ContextParallel:
         place = digest(b"check") & ~2
         said = digests(self.transport, "check", place | wrong << 1)
         if others := [rank for rank, one in enumerate(said) if one & ~2 != place]:
-            raise Disagreement(f"ranks {others} of this group are at another place of the model than rank {self.rank}, which compares it with the model alone", others[0])
+            raise Disagreement(
+                f"ranks {others} of this group are at another place of the model than rank {self.rank}, which compares it with the model alone",
+                others[0],
+            )
         if every := [rank for rank, one in enumerate(said) if one & 2]:
-            shapes = "" if apart < float("inf") else f" (results {[tuple(one.shape) for one in found]} for {[tuple(one.shape) for one in alone]})"
+            shapes = (
+                ""
+                if apart < float("inf")
+                else f" (results {[tuple(one.shape) for one in found]} for {[tuple(one.shape) for one in alone]})"
+            )
             raise Unsupported(
                 f"the results of {class_of(self.model)} over the ranks are {apart:.1e} from those of the model alone, at most {bound:.1e} is due to "
                 f"rounding{shapes}, on the ranks {every}: a sequence that the plan leaves whole on each rank, such as a text, counts once for each "
@@ -248,7 +279,9 @@ class ContextParallel:
 
     def _hook(self) -> None:
         out_of_graphs: Any = torch.compiler.disable
-        self._handles.append(self.model.register_forward_pre_hook(out_of_graphs(self._before), with_kwargs=True, prepend=True))
+        self._handles.append(
+            self.model.register_forward_pre_hook(out_of_graphs(self._before), with_kwargs=True, prepend=True)
+        )
         self._handles.append(self.model.register_forward_hook(out_of_graphs(self._after), always_call=True))
         for place in self._places:
             if place.module is not self.model and place.inputs:
@@ -266,11 +299,17 @@ class ContextParallel:
         inputs = {} if top is None else top.inputs
         with refusing(self.transport):
             if getattr(model, "is_cache_enabled", False):
-                raise Unsupported("enable_cache was called on the model, which then leaves out layers by what one rank sees: call model.disable_cache()")
+                raise Unsupported(
+                    "enable_cache was called on the model, which then leaves out layers by what one rank sees: call model.disable_cache()"
+                )
             self._check_modules()
             if self._known is not None:
                 refuse(class_of(model), self._known, inputs, kwargs)
-            made = {name: self._split(name, kwargs[name], how) for name, how in inputs.items() if kwargs.get(name) is not None}
+            made = {
+                name: self._split(name, kwargs[name], how)
+                for name, how in inputs.items()
+                if kwargs.get(name) is not None
+            }
             mine = digest(content(kwargs).encode())
         compare(self.transport, "inputs", mine, _NEED)
         self._inside, self._attend.calls = True, 0
@@ -281,7 +320,9 @@ class ContextParallel:
         if not inside or self.attention is None or output is None:
             return None
         if not self._attend.calls:
-            raise Unsupported(f"no attention of {class_of(model)} went over the ranks, so each has seen its own tokens only: its processors, or plan, are not supported")
+            raise Unsupported(
+                f"no attention of {class_of(model)} went over the ranks, so each has seen its own tokens only: its processors, or plan, are not supported"
+            )
         return self._divided(output) if self._sum and torch.is_grad_enabled() else None
 
     def _divided(self, output: Any) -> Any:
@@ -296,8 +337,12 @@ class ContextParallel:
         """Processors that were set after this was made would compute the attention of one rank's tokens, other modules split nothing, and
         hooks of Diffusers compute something else by what one rank has."""
         found = list(self._find(self.model))
-        if len(found) != len(self._processors) or any(a is not b or a._parallel_config is not self._settings for a, b in zip(found, self._processors, strict=True)):
-            raise Unsupported("a processor was set after ContextParallel was made: close the ContextParallel, set the processor, and make it again")
+        if len(found) != len(self._processors) or any(
+            a is not b or a._parallel_config is not self._settings for a, b in zip(found, self._processors, strict=True)
+        ):
+            raise Unsupported(
+                "a processor was set after ContextParallel was made: close the ContextParallel, set the processor, and make it again"
+            )
         for name, module in self.model.named_modules():
             for hook in getattr(getattr(module, "_diffusers_hook", None), "hooks", {}):
                 if hook not in MOVES:
@@ -307,7 +352,9 @@ class ContextParallel:
                     )
         for place in self._places:
             if dict(modules_of(self.model, place.name)).get(place.name) is not place.module:
-                raise Unsupported(f"{place.name} was replaced after ContextParallel was made, as add_adapter does: make the ContextParallel afterwards")
+                raise Unsupported(
+                    f"{place.name} was replaced after ContextParallel was made, as add_adapter does: make the ContextParallel afterwards"
+                )
 
     def _splits(self, place: Place) -> Any:
         names = list(inspect.signature(place.module.forward).parameters)
@@ -335,11 +382,22 @@ class ContextParallel:
             results: list[Any] = [output] if isinstance(output, Tensor) else list(output)
             for at, how in place.outputs.items():
                 if at >= len(results):
-                    raise InvalidArgument(f"{place.name} has {len(results)} outputs, and plan splits the one with the number {at}")
+                    raise InvalidArgument(
+                        f"{place.name} has {len(results)} outputs, and plan splits the one with the number {at}"
+                    )
                 results[at] = self._split(f"output {at} of {place.name}", results[at], how)
             if place.gathered and len(results) != len(place.gathered):
-                raise InvalidArgument(f"{place.name} has {len(results)} outputs, and plan gathers {len(place.gathered)}")
-            results = [one if dim is None else self._gathered(one, dim) for one, dim in zip(results, place.gathered, strict=True)] if place.gathered else results
+                raise InvalidArgument(
+                    f"{place.name} has {len(results)} outputs, and plan gathers {len(place.gathered)}"
+                )
+            results = (
+                [
+                    one if dim is None else self._gathered(one, dim)
+                    for one, dim in zip(results, place.gathered, strict=True)
+                ]
+                if place.gathered
+                else results
+            )
             return results[0] if isinstance(output, Tensor) else tuple(results)
 
         return after
@@ -352,19 +410,31 @@ class ContextParallel:
         if (dim := how.dims.get(x.ndim)) is None:
             if x.ndim <= min(how.dims.values()):  # it has no such dim, as timesteps of the whole batch
                 return x
-            raise Unsupported(f"{name} has the shape {tuple(x.shape)}, {' or '.join(map(str, how.dims))} dims are needed, of which the tokens' is split")
+            raise Unsupported(
+                f"{name} has the shape {tuple(x.shape)}, {' or '.join(map(str, how.dims))} dims are needed, of which the tokens' is split"
+            )
         if how.broadcast and x.shape[dim] == 1:
             return x
         if x.shape[dim] < self.world and not (self._known and name in self._known.short):
-            raise Unsupported(f"{name} has {x.shape[dim]} tokens, and each of the {self.world} ranks needs one: use fewer ranks, or lengthen it")
+            raise Unsupported(
+                f"{name} has {x.shape[dim]} tokens, and each of the {self.world} ranks needs one: use fewer ranks, or lengthen it"
+            )
         return part(x, dim, self.rank, self.world)
 
     def _gathered(self, x: Tensor, dim: int) -> Tensor:
-        (each,) = counts(self.transport, "outputs", (dim, str(x.dtype), x.shape[:dim], x.shape[dim + 1 :]), x.shape[dim])
+        (each,) = counts(
+            self.transport, "outputs", (dim, str(x.dtype), x.shape[:dim], x.shape[dim + 1 :]), x.shape[dim]
+        )
         rows: Tensor = Whole.apply(x.transpose(0, dim), each, self.rank, self._check_open())  # type: ignore[no-untyped-call]
         return rows.transpose(0, dim)
 
 
 def _kind(inputs: Mapping[str, Any]) -> str:
     """Which inputs have tensors, and of how many dims and which type: what decides which parts of a model run."""
-    return repr(sorted((name, [(one.ndim, one.dtype) for one in tensors(value)]) for name, value in inputs.items() if has_tensors(value)))
+    return repr(
+        sorted(
+            (name, [(one.ndim, one.dtype) for one in tensors(value)])
+            for name, value in inputs.items()
+            if has_tensors(value)
+        )
+    )

@@ -124,7 +124,9 @@ def plan_of(model: Any, plan: Mapping[str, Any] | None) -> tuple[list[Place], Kn
     """The places of a model, and what is known of its class: nothing if the caller gives the plan."""
     name = class_of(model)
     if not isinstance(model, ModelMixin):
-        raise InvalidArgument(f"model is {name}, a model of Diffusers is needed, such as pipe.transformer: wrap or compile it afterwards")
+        raise InvalidArgument(
+            f"model is {name}, a model of Diffusers is needed, such as pipe.transformer: wrap or compile it afterwards"
+        )
     known = None
     if plan is None:
         known = MODELS.get(name)
@@ -137,9 +139,13 @@ def plan_of(model: Any, plan: Mapping[str, Any] | None) -> tuple[list[Place], Kn
             )
         for value, reason in known.config.items():
             if getattr(model.config, value, None):
-                raise Unsupported(f"{name} has config.{value} = {getattr(model.config, value)!r}, which is not supported: {reason}")
+                raise Unsupported(
+                    f"{name} has config.{value} = {getattr(model.config, value)!r}, which is not supported: {reason}"
+                )
     elif not isinstance(plan, Mapping) or not plan:
-        raise InvalidArgument(f"plan is {plan!r}, a mapping of modules' names is needed, in the form of a _cp_plan of Diffusers")
+        raise InvalidArgument(
+            f"plan is {plan!r}, a mapping of modules' names is needed, in the form of a _cp_plan of Diffusers"
+        )
     places = [place for key, given in plan.items() for place in _places(model, key, given)]
     for key, given in () if known is None else known.more.items():
         places += _places(model, key, given)
@@ -152,7 +158,9 @@ def _merged(places: Iterable[Place]) -> list[Place]:
     for place in places:
         known = found.get(id(place.module), Place(place.name, place.module))
         gathered = place.gathered or known.gathered
-        found[id(place.module)] = Place(place.name, place.module, {**known.inputs, **place.inputs}, {**known.outputs, **place.outputs}, gathered)
+        found[id(place.module)] = Place(
+            place.name, place.module, {**known.inputs, **place.inputs}, {**known.outputs, **place.outputs}, gathered
+        )
     return list(found.values())
 
 
@@ -163,12 +171,16 @@ def _places(model: nn.Module, key: str, given: Any) -> Iterator[Place]:
             inputs = {one: how for one, how in every.items() if isinstance(one, str)}
             takes = inspect.signature(module.forward).parameters
             if missing := [one for one in inputs if one not in takes]:
-                raise InvalidArgument(f"plan[{key!r}] names {missing[0]}, which is no argument of {type(module).__name__}: {', '.join(takes)} are")
+                raise InvalidArgument(
+                    f"plan[{key!r}] names {missing[0]}, which is no argument of {type(module).__name__}: {', '.join(takes)} are"
+                )
             yield Place(name, module, inputs, {one: how for one, how in every.items() if isinstance(one, int)})
         else:
             outputs = given if isinstance(given, list | tuple) else [given]
             if not all(one is None or isinstance(one, ContextParallelOutput) for one in outputs):
-                raise InvalidArgument(f"plan[{key!r}] is {given!r}, inputs by their names or a ContextParallelOutput is needed")
+                raise InvalidArgument(
+                    f"plan[{key!r}] is {given!r}, inputs by their names or a ContextParallelOutput is needed"
+                )
             yield Place(name, module, gathered=tuple(None if one is None else one.gather_dim for one in outputs))
 
 
@@ -192,7 +204,9 @@ def modules_of(model: nn.Module, key: str) -> Iterator[tuple[str, nn.Module]]:
             if isinstance(module, nn.ModuleList):
                 chosen = [one for one in range(len(module)) if atom == "*" or atom == str(one)]
                 if atom != "*" and not atom.isdigit():
-                    raise InvalidArgument(f"plan names {key}, and {name} is a list of modules: a number or * is needed after it")
+                    raise InvalidArgument(
+                        f"plan names {key}, and {name} is a list of modules: a number or * is needed after it"
+                    )
                 inner += [(f"{name}.{one}", module[one]) for one in chosen]
             elif isinstance(there := getattr(module, atom, None), nn.Module):
                 inner.append((f"{name}.{atom}" if name else atom, there))
@@ -216,4 +230,6 @@ def refuse(name: str, known: Known, split: Iterable[str], given: Mapping[str, An
         if one in known.refused and value is not None and (isinstance(value, Tensor) or value):
             raise Unsupported(f"{one} is given to {name}, which is not supported: {known.refused[one]}")
         if one not in known.whole and one not in split and has_tensors(value):
-            raise Unsupported(f"{one} has tensors, and whether a rank of {name} needs all of them is not known: leave it out")
+            raise Unsupported(
+                f"{one} has tensors, and whether a rank of {name} needs all of them is not known: leave it out"
+            )

@@ -30,22 +30,38 @@ def _dropout(layer: nn.Module, p: float) -> float:
 
 def scores(layer: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None) -> tuple[Tensor, None]:
     """`_attn` of GPT-J, CodeGen and GPT-Neo, whose scores are not scaled; half of its layers have a window, in a buffer."""
-    if (scale := getattr(layer, "scale_attn", None)) is None and layer.attention_type == "local" and isinstance(attention_mask, Mask):
+    if (
+        (scale := getattr(layer, "scale_attn", None)) is None
+        and layer.attention_type == "local"
+        and isinstance(attention_mask, Mask)
+    ):
         attention_mask = Mask(attention_mask.forward, (int(layer.bias[0, 0, -1].sum()) - 1, 0))
     q, k, scaling = query.to(value.dtype), key.to(value.dtype), 1.0 if scale is None else 1 / float(scale)
     o, _ = attention(layer, q, k, value, attention_mask, scaling=scaling, dropout=_dropout(layer, layer.attn_dropout.p))
     return o.transpose(1, 2), None
 
 
-def xglm(layer: Any, hidden_states: Tensor, key_value_states: Any = None, past_key_values: Any = None, attention_mask: Any = None, **_: Any) -> Any:
+def xglm(
+    layer: Any,
+    hidden_states: Tensor,
+    key_value_states: Any = None,
+    past_key_values: Any = None,
+    attention_mask: Any = None,
+    **_: Any,
+) -> Any:
     if key_value_states is not None:
         raise Unsupported("XGLM with cross-attention is not supported: leave out the encoder's states")
-    q, k, v = (project(hidden_states).unflatten(-1, (-1, layer.head_dim)).transpose(1, 2) for project in (layer.q_proj, layer.k_proj, layer.v_proj))
+    q, k, v = (
+        project(hidden_states).unflatten(-1, (-1, layer.head_dim)).transpose(1, 2)
+        for project in (layer.q_proj, layer.k_proj, layer.v_proj)
+    )
     o, _none = attention(layer, q, k, v, attention_mask, scaling=layer.scaling, dropout=_dropout(layer, layer.dropout))
     return layer.out_proj(o.flatten(2)), None
 
 
-def falcon(layer: Any, hidden_states: Tensor, alibi: None, attention_mask: Any, position_embeddings: Any = None, **_: Any) -> Any:
+def falcon(
+    layer: Any, hidden_states: Tensor, alibi: None, attention_mask: Any, position_embeddings: Any = None, **_: Any
+) -> Any:
     q, k, v = (x.transpose(1, 2) for x in layer._split_heads(layer.query_key_value(hidden_states)))
     if layer.new_decoder_architecture:  # which repeats keys and values
         each = layer.num_heads // layer.num_kv_heads
@@ -65,7 +81,14 @@ def bloom(layer: Any, hidden_states: Tensor, residual: Tensor, alibi: Tensor, at
     return module.dropout_add(layer.dense(o.flatten(2)), residual, layer.hidden_dropout, layer.training), None
 
 
-def mpt(layer: Any, hidden_states: Tensor, position_bias: Tensor, past_key_values: Any = None, attention_mask: Any = None, **_: Any) -> Any:
+def mpt(
+    layer: Any,
+    hidden_states: Tensor,
+    position_bias: Tensor,
+    past_key_values: Any = None,
+    attention_mask: Any = None,
+    **_: Any,
+) -> Any:
     mixed = layer.Wqkv(hidden_states)
     if layer.clip_qkv:
         mixed = mixed.clamp(min=-layer.clip_qkv, max=layer.clip_qkv)
@@ -75,27 +98,41 @@ def mpt(layer: Any, hidden_states: Tensor, position_bias: Tensor, past_key_value
     return layer.out_proj(o.flatten(2)), None
 
 
-def git(layer: Any, hidden_states: Tensor, attention_mask: Any = None, past_key_values: Any = None, **_: Any) -> tuple[Tensor, None]:
+def git(
+    layer: Any, hidden_states: Tensor, attention_mask: Any = None, past_key_values: Any = None, **_: Any
+) -> tuple[Tensor, None]:
     split = (-1, layer.attention_head_size)
-    q, k, v = (project(hidden_states).unflatten(-1, split).transpose(1, 2) for project in (layer.query, layer.key, layer.value))
+    q, k, v = (
+        project(hidden_states).unflatten(-1, split).transpose(1, 2) for project in (layer.query, layer.key, layer.value)
+    )
     o, _none = attention(layer, q, k, v, attention_mask, dropout=_dropout(layer, layer.dropout.p))
     return o.flatten(2), None
 
 
 def tempered(layer: Any, hidden_states: Tensor, position_embeddings: Any, attention_mask: Any, **kwargs: Any) -> Any:
     """Llama 4, whose layers without rotary embeddings scale q by the place of a token in the row: here by its position, as the row alone would have it."""
-    tuning, places = layer.attn_temperature_tuning, attention_mask.forward.places if isinstance(attention_mask, Mask) else None
+    tuning, places = (
+        layer.attn_temperature_tuning,
+        attention_mask.forward.places if isinstance(attention_mask, Mask) else None,
+    )
     if not tuning or layer.use_rope or places is None:
         return type(layer).forward(layer, hidden_states, position_embeddings, attention_mask, **kwargs)
-    scale = torch.log1p(torch.floor((places.to(hidden_states.device).float() + 1) / layer.floor_scale)) * layer.attn_scale + 1
+    scale = (
+        torch.log1p(torch.floor((places.to(hidden_states.device).float() + 1) / layer.floor_scale)) * layer.attn_scale
+        + 1
+    )
     layer.attn_temperature_tuning = False
     try:
-        return type(layer).forward(layer, hidden_states, position_embeddings, attention_mask, **kwargs, query_scale=scale)
+        return type(layer).forward(
+            layer, hidden_states, position_embeddings, attention_mask, **kwargs, query_scale=scale
+        )
     finally:
         layer.attn_temperature_tuning = tuning
 
 
-def _alibi(layer: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, slopes: Tensor, scale: float, dropout: float) -> Tensor:
+def _alibi(
+    layer: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, slopes: Tensor, scale: float, dropout: float
+) -> Tensor:
     """Attention with a bias of slope · position: softmax does not see what all keys of a query have in common. The position is two
     numbers, each exact in bf16. Eight dims instead of two, so that rows stay aligned."""
     if not isinstance(mask, Mask):

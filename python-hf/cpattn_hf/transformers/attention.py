@@ -77,7 +77,9 @@ class Mask:
         whole = (slice(None), slice(0, None), ...)
         if all(one in whole for one in (part if isinstance(part, tuple) else (part,))):
             return self
-        raise Unsupported(f"the model computes with its mask (it takes {part}), which is not supported: the layer needs an adapter. Use cpattn.torch")
+        raise Unsupported(
+            f"the model computes with its mask (it takes {part}), which is not supported: the layer needs an adapter. Use cpattn.torch"
+        )
 
 
 class Current:
@@ -90,12 +92,16 @@ def mask(mask_function: Callable[..., Any], **asked: Any) -> Mask:
     """The mask function, which Transformers calls for each kind of layer."""
     forward, numbers = Current.forward, list[Tensor]()
     if forward is None:
-        raise Unsupported("the forward pass did not begin with the model that has the ContextParallel: call that model, not a part of it")
+        raise Unsupported(
+            "the forward pass did not begin with the model that has the ContextParallel: call that model, not a part of it"
+        )
     if isinstance(made := asked.get("attention_mask"), Mask):
         return made
     expression = read(mask_function, numbers)
     if asked.get("q_length") != asked.get("kv_length"):
-        raise Unsupported(f"the mask has {asked.get('kv_length')} keys and {asked.get('q_length')} queries: caches are not supported")
+        raise Unsupported(
+            f"the mask has {asked.get('kv_length')} keys and {asked.get('q_length')} queries: caches are not supported"
+        )
     window = window_of(simplified(expression, any([forward.blocked(one) for one in numbers]), forward.longest))
     return Mask(forward, window, bool(numbers))
 
@@ -136,10 +142,16 @@ def attention(
     window = attention_mask.window.hull if isinstance(attention_mask.window, Parts) else attention_mask.window
     causal = window[1] == 0
     alone = window == (0, 0)  # a query sees its own key only: both at once
-    if contrary := [said for said in (is_causal, getattr(module, "is_causal", None)) if said is not None and bool(said) != causal and not alone]:
+    if contrary := [
+        said
+        for said in (is_causal, getattr(module, "is_causal", None))
+        if said is not None and bool(said) != causal and not alone
+    ]:
         if not attention_mask.explicit:
             kind = "causal" if causal else "bidirectional"
-            attention_mask.forward.contrary(f"{name} has is_causal={contrary[0]} and a {kind} mask: set is_causal of the layers to {causal}")
+            attention_mask.forward.contrary(
+                f"{name} has is_causal={contrary[0]} and a {kind} mask: set is_causal of the layers to {causal}"
+            )
     for option, given in more.items():
         if given is not None and option not in HARMLESS and _tensors(given):
             raise Unsupported(f"{name} uses {option}, which is not supported")

@@ -33,7 +33,9 @@ def balanced(
     for n in ends:
         one = attempt(lambda n=n: float(cost(n)))
         if one is None or not math.isfinite(one) or one < 0:
-            raise refused("cost", cost, f"a function is needed that gives a finite number from 0 on, also for {n} tokens")
+            raise refused(
+                "cost", cost, f"a function is needed that gives a finite number from 0 on, also for {n} tokens"
+            )
         costs.append(one)
     order = sorted(range(len(ends)), key=lambda i: (-costs[i], -ends[i], i))
     steps = -(-sum(ends) // (tokens * replicas))
@@ -43,7 +45,9 @@ def balanced(
     return [packs[at : at + replicas] for at in range(0, len(packs), replicas)]
 
 
-def _dealt(lengths: Sequence[int], costs: list[float], order: list[int], tokens: int, number: int) -> list[list[int]] | None:
+def _dealt(
+    lengths: Sequence[int], costs: list[float], order: list[int], tokens: int, number: int
+) -> list[list[int]] | None:
     """Each document into the cheapest pack that has room for it; None if one has no room anywhere."""
     packs: list[list[int]] = [[] for _ in range(number)]
     heap = [(0.0, 0, pack) for pack in range(number)]  # cost, tokens, pack

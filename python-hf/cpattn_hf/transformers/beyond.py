@@ -53,16 +53,22 @@ def refuse_sharing(cp: ContextParallel, kind: type[Any]) -> None:
             f"share_prompts is True, and {kind.__name__} has {SCORES} in {module}, that of TRL 1.16's trainer is needed, in whose place it is: leave share_prompts out"
         )
     if cp._mixers:
-        raise Unsupported(f"share_prompts is True, and {name} has layers that mix whole documents, which would go from one completion into the next: leave share_prompts out")
+        raise Unsupported(
+            f"share_prompts is True, and {name} has layers that mix whole documents, which would go from one completion into the next: leave share_prompts out"
+        )
     if cp._images:
-        raise Unsupported(f"share_prompts is True, and {name} has a part around its text model, which knows no shared prompts: leave share_prompts out")
+        raise Unsupported(
+            f"share_prompts is True, and {name} has a part around its text model, which knows no shared prompts: leave share_prompts out"
+        )
 
 
 def beyond(cp: ContextParallel, kind: type[Any], share_prompts: bool = False) -> type[Any]:
     """A subclass of one of TRL's trainers. The rest, for batches and evaluation, is in trainer.py."""
     module = kind.compute_loss.__module__
     if module not in (SFT, REWARD) and not fused():
-        raise Unsupported(f"{kind.__name__} of this version of TRL computes log-probabilities from all logits: use TRL 1.16, which has add_fused_lm_head")
+        raise Unsupported(
+            f"{kind.__name__} of this version of TRL computes log-probabilities from all logits: use TRL 1.16, which has add_fused_lm_head"
+        )
 
     class Own(kind):  # type: ignore[misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -132,7 +138,10 @@ def beyond(cp: ContextParallel, kind: type[Any], share_prompts: bool = False) ->
                 # draw, or ask a server.
                 trl: Any = sys.modules[module]
                 usual, objects = trl.gather, trl.gather_object
-                trl.gather, trl.gather_object = self.accelerator.gather, lambda given: objects(given if cp.rank == 0 else [])
+                trl.gather, trl.gather_object = (
+                    self.accelerator.gather,
+                    lambda given: objects(given if cp.rank == 0 else []),
+                )
                 try:
                     with self._replicas():
                         return super()._generate_and_score_completions(*args, **kwargs)
@@ -146,13 +155,25 @@ def beyond(cp: ContextParallel, kind: type[Any], share_prompts: bool = False) ->
                 compute_aux_loss: bool = False, **more: Any,
             ) -> tuple[Any, Any, Any]:  # fmt: skip
                 if present := sorted(name for name, value in more.items() if value is not None):
-                    raise Unsupported(f"share_prompts is True, and the batch has {', '.join(present)}, which is not supported together: leave share_prompts out")
+                    raise Unsupported(
+                        f"share_prompts is True, and the batch has {', '.join(present)}, which is not supported together: leave share_prompts out"
+                    )
                 parts = []
-                for ids, mask in zip(input_ids.split(batch_size or len(input_ids)), attention_mask.split(batch_size or len(input_ids)), strict=True):
+                for ids, mask in zip(
+                    input_ids.split(batch_size or len(input_ids)),
+                    attention_mask.split(batch_size or len(input_ids)),
+                    strict=True,
+                ):
                     with self.accelerator.autocast():
-                        parts.append(log_probabilities(model, ids, mask, logits_to_keep, compute_entropy, compute_aux_loss))
+                        parts.append(
+                            log_probabilities(model, ids, mask, logits_to_keep, compute_entropy, compute_aux_loss)
+                        )
                 logps, entropies, losses = zip(*parts, strict=True)
-                return torch.cat(logps), torch.cat(entropies) if compute_entropy else None, torch.stack(losses).mean() if compute_aux_loss else None
+                return (
+                    torch.cat(logps),
+                    torch.cat(entropies) if compute_entropy else None,
+                    torch.stack(losses).mean() if compute_aux_loss else None,
+                )
 
     Own.__name__, Own.__module__ = kind.__name__, kind.__module__
     return Own
@@ -170,7 +191,9 @@ def _refuse_in_memory(given: dict[str, Any]) -> None:
         )
 
 
-def _batches(cp: ContextParallel, kind: type[Any], args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
+def _batches(
+    cp: ContextParallel, kind: type[Any], args: Any, kwargs: Any
+) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
     """The arguments of a trainer that generates, with batches for replicas instead of processes; and whether a server generates."""
     bound = inspect.signature(kind.__init__).bind(None, *args, **kwargs)
     if (given := bound.arguments.get("args")) is None:
@@ -178,7 +201,10 @@ def _batches(cp: ContextParallel, kind: type[Any], args: Any, kwargs: Any) -> tu
     refuse_generators(given, bound.arguments)
     given = copy.copy(given)
     given.generation_batch_size //= cp.ranks
-    for batch, number in (("generation_batch_size", "num_generations"), ("per_device_eval_batch_size", "num_generations_eval")):
+    for batch, number in (
+        ("generation_batch_size", "num_generations"),
+        ("per_device_eval_batch_size", "num_generations_eval"),
+    ):
         size, parts = getattr(given, batch), getattr(given, number, None) or given.num_generations
         size *= cp.replicas if batch != "generation_batch_size" else 1
         if size % parts and (batch == "generation_batch_size" or given.eval_strategy != "no"):

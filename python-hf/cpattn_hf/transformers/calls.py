@@ -89,7 +89,9 @@ class Calls:
             raise InvalidArgument(f"rows has the shape {tuple(rows.shape)}, (1, {mine}, ...) is needed")
         return spread(forward.pack, forward.batch.tokens, rows[0], fill, collectives)
 
-    def logprobs(self, inputs: Mapping[str, Any], *, model: Any = None, temperature: float = 1.0, entropy: bool = False) -> Scores:
+    def logprobs(
+        self, inputs: Mapping[str, Any], *, model: Any = None, temperature: float = 1.0, entropy: bool = False
+    ) -> Scores:
         """The log-probabilities of the labels of a batch (`inputs`, with `labels`), and the entropies, of all tokens on all ranks:
         `log_probs` and `entropy`, `[rows, tokens]` in the order of input_ids, each at the place of the token that predicts the label, 0
         where there is none. Logits are divided by the `temperature` and exist for `tile` tokens at a time (1024 if it is 0). `model` is
@@ -116,7 +118,9 @@ class Calls:
     def loader(self, batches: Iterable[Any]) -> Iterator[Any]:
         """The batches of rank 0 of the group, on all ranks of the group. The model selects each rank's tokens."""
         collectives = self._talk()
-        iterator = chain.from_iterable((batches,)) if self.rank == 0 else None  # which begins below, where an error is sent to all
+        iterator = (
+            chain.from_iterable((batches,)) if self.rank == 0 else None
+        )  # which begins below, where an error is sent to all
         while True:
             message: Any = None
             if iterator is not None:
@@ -177,8 +181,13 @@ class Calls:
         if self.last is not None:
             options = {name: value for name, value in self._options.items() if name in PlanOptions.__annotations__}
             for _, kind in self._found.told:
-                plan = Plan.with_tokens_of(self.last.batch.plan, **{**options, "dtype": DTYPES[self.last.batch.context.dtype], **kind})
-                workspace = max(workspace, *(plan.workspace(rank, way) for rank in range(plan.world) for way in ("forward", "backward")))
+                plan = Plan.with_tokens_of(
+                    self.last.batch.plan, **{**options, "dtype": DTYPES[self.last.batch.context.dtype], **kind}
+                )
+                workspace = max(
+                    workspace,
+                    *(plan.workspace(rank, way) for rank in range(plan.world) for way in ("forward", "backward")),
+                )
         return str(self.sent(line(traces, workspace, self._recorded) if self.rank == 0 else None))
 
     def mtp(self, heads: Heads | None) -> None:

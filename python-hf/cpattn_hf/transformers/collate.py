@@ -52,7 +52,9 @@ class SharedPrefixCollator:
         for at, feature in enumerate(features):
             begin = len(pack.ids)
             parents, lengths = self._add(f"features[{at}]", feature, pack)
-            slices += moved((one for one in tree(parents, lengths) if one.q_begin < one.q_end and one.k_begin < one.k_end), begin)
+            slices += moved(
+                (one for one in tree(parents, lengths) if one.q_begin < one.q_end and one.k_begin < one.k_end), begin
+            )
         if not pack.ids:
             raise InvalidArgument("features is empty, at least one group or tree is needed")
         made = {"input_ids": pack.ids, "position_ids": pack.positions, "labels": pack.labels}
@@ -102,7 +104,9 @@ class SharedPrefixCollator:
             above.append(None if parent is None else runs[parent])
         return above, lengths
 
-    def _tree(self, name: str, feature: Mapping[str, Any]) -> tuple[list[int | None], list[list[int]], list[list[float]]]:
+    def _tree(
+        self, name: str, feature: Mapping[str, Any]
+    ) -> tuple[list[int | None], list[list[int]], list[list[float]]]:
         """Parents, tokens and factors of the nodes of a group or tree."""
         told, has = feature.get("weights"), {key for key, value in feature.items() if value is not None}
         if feature.get("answers") is not None:  # a data set of both kinds has None in the columns of the other
@@ -111,15 +115,28 @@ class SharedPrefixCollator:
             given = [feature.get("prompt"), *answers]
             factors = [self.prompt, *([1.0] * len(answers) if told is None else listed(f"{name}['weights']", told))]
         elif feature.get("tokens") is not None:
-            given, parents = listed(f"{name}['tokens']", feature["tokens"]), listed(f"{name}['parents']", feature.get("parents", ()))
-            factors = [self.prompt if parent is None else 1.0 for parent in parents] if told is None else listed(f"{name}['weights']", told)
+            given, parents = (
+                listed(f"{name}['tokens']", feature["tokens"]),
+                listed(f"{name}['parents']", feature.get("parents", ())),
+            )
+            factors = (
+                [self.prompt if parent is None else 1.0 for parent in parents]
+                if told is None
+                else listed(f"{name}['weights']", told)
+            )
         else:
-            raise InvalidArgument(f"{name} has {sorted(has)}, 'prompt' and 'answers', or 'parents' and 'tokens', are needed")
+            raise InvalidArgument(
+                f"{name} has {sorted(has)}, 'prompt' and 'answers', or 'parents' and 'tokens', are needed"
+            )
         read = ("prompt", "answers", "weights") if "answers" in has else ("parents", "tokens", "weights")
         if others := sorted(has.difference(read)):
-            raise InvalidArgument(f"{name} has {others} beside {', '.join(map(repr, read))}, which nothing reads: remove these columns from the data set")
+            raise InvalidArgument(
+                f"{name} has {others} beside {', '.join(map(repr, read))}, which nothing reads: remove these columns from the data set"
+            )
         if not len(parents) == len(given) == len(factors):
-            raise InvalidArgument(f"{name} has {len(given)} runs of tokens, {len(parents)} parents and {len(factors)} weights: equally many are needed")
+            raise InvalidArgument(
+                f"{name} has {len(given)} runs of tokens, {len(parents)} parents and {len(factors)} weights: equally many are needed"
+            )
         for i, parent in enumerate(parents):
             if parent is not None:
                 above = attempt(operator.index, parent)
@@ -132,9 +149,15 @@ class SharedPrefixCollator:
             if not ids:
                 raise refused(f"the run {i} of tokens of {name}", run, "at least one token id is needed")
             said = factor.tolist() if hasattr(factor, "tolist") else factor
-            each = attempt(lambda said=said: list(map(float, said)) if isinstance(said, Sequence) else [float(said)] * len(ids))
+            each = attempt(
+                lambda said=said: list(map(float, said)) if isinstance(said, Sequence) else [float(said)] * len(ids)
+            )
             if each is None or len(each) != len(ids):
-                raise refused(f"{name}['weights'] of the run {i}", factor, f"a number, or {len(ids)} numbers, one for each token, are needed")
+                raise refused(
+                    f"{name}['weights'] of the run {i}",
+                    factor,
+                    f"a number, or {len(ids)} numbers, one for each token, are needed",
+                )
             tokens.append(ids)
             weights.append(each)
         return parents, tokens, weights

@@ -41,7 +41,10 @@ def generators(device: torch.device) -> list[torch.Generator]:
     if device.type != "cuda":
         return [torch.default_generator]
     torch.cuda.init()  # type: ignore[no-untyped-call, unused-ignore]
-    return [torch.default_generator, torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]]
+    return [
+        torch.default_generator,
+        torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index],
+    ]
 
 
 def _digest(*parts: bytes) -> int:
@@ -66,7 +69,15 @@ _known: WeakValueDictionary[int, Seed] = WeakValueDictionary()
 class Draws:
     """The draws of a forward pass on one rank, from its making to `end`."""
 
-    def __init__(self, rank: int, replica: int, device: torch.device, transport: EngineTransport, tokens: Tensor, distribution: int) -> None:
+    def __init__(
+        self,
+        rank: int,
+        replica: int,
+        device: torch.device,
+        transport: EngineTransport,
+        tokens: Tensor,
+        distribution: int,
+    ) -> None:
         self._transport, self._tokens = transport, tokens
         self._generators = generators(device)
         self._before = [one.get_state() for one in self._generators]

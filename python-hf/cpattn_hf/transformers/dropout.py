@@ -43,7 +43,9 @@ def factors(like: Tensor, rows: int, seed: Seed, p: float) -> Tensor:
     """What is multiplied with [rows, elements]: 0, or 1/(1 - p)."""
     tokens, elements = seed.tokens.to(like.device), like.numel() // rows
     each = max(1, 4 * AT_A_TIME // max(elements, 1))
-    parts = [hashed(tokens[at : at + each], elements, seed.number) >= math.ceil(p * 2**32) for at in range(0, rows, each)]
+    parts = [
+        hashed(tokens[at : at + each], elements, seed.number) >= math.ceil(p * 2**32) for at in range(0, rows, each)
+    ]
     return torch.cat(parts).to(like.dtype) / (1 - p)
 
 

@@ -53,7 +53,10 @@ class Preprocess:
             transport = self._cp.transport
             said = transport.agree(0, transport.world, self._try(mine, own))
             if others := [rank for rank, number in enumerate(said) if number not in (MIXES, UNKNOWN, ALONE)]:
-                raise Disagreement(f"ranks {others} of this group do not evaluate this batch with rank {transport.rank}: did they fail?", others[0])
+                raise Disagreement(
+                    f"ranks {others} of this group do not evaluate this batch with rank {transport.rank}: did they fail?",
+                    others[0],
+                )
             self._found = MIXES if MIXES in said else max(said)
         if self._found != ALONE:
             return self._function(gathered(self._cp, logits), labels)
@@ -75,7 +78,9 @@ class Preprocess:
                 return x
             return x.flatten(0, 1)[places.to(x.device)][None]
 
-        return _each(lambda x: x if x.ndim < 2 or x.shape[1] else x.new_zeros(1, 1, *x.shape[2:]), logits), _each(own, labels)
+        return _each(lambda x: x if x.ndim < 2 or x.shape[1] else x.new_zeros(1, 1, *x.shape[2:]), logits), _each(
+            own, labels
+        )
 
     def _try(self, logits: Any, labels: Any) -> int:
         """Whether the function works token by token, as far as this rank's tokens show."""
@@ -94,7 +99,11 @@ class Preprocess:
             part = _leaves(self._function(_each(chosen, logits), _each(chosen, labels)))
         except Exception:  # noqa: BLE001 (it may need whole rows; if it always fails, it does so below with them)
             return MIXES
-        return ALONE if len(whole) == len(part) and all(_close(a[:, some], b) for a, b in zip(whole, part, strict=True)) else MIXES
+        return (
+            ALONE
+            if len(whole) == len(part) and all(_close(a[:, some], b) for a, b in zip(whole, part, strict=True))
+            else MIXES
+        )
 
 
 def _close(a: Tensor, b: Tensor) -> bool:

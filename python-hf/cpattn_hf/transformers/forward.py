@@ -61,10 +61,15 @@ class Forward(Gathers):
             self.weights = None if self.weights is None else self.weights[self.tokens]
         self.longest = max(self.pack.longest, self.pack.reach)
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, window: Window | Parts, dropout: float = 0.0, **options: Any) -> Tensor:
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, window: Window | Parts, dropout: float = 0.0, **options: Any
+    ) -> Tensor:
         if dropout:
             # Each part of the heads has masks of its own.
-            options |= {"dropout_p": dropout, "dropout_seed": (seed_of_call(self.draws).number + self.part * PARTS) % 2**64}
+            options |= {
+                "dropout_p": dropout,
+                "dropout_seed": (seed_of_call(self.draws).number + self.part * PARTS) % 2**64,
+            }
         dtype = torch.get_autocast_dtype(v.device.type) if torch.is_autocast_enabled(v.device.type) else v.dtype
         q, k, v = (self.held(x.to(dtype)) for x in (q, k, v))
         batch, (left, right) = self.views.of(dtype, window)
@@ -73,7 +78,9 @@ class Forward(Gathers):
     def blocked(self, numbers: Tensor) -> bool:
         if self.outer and numbers.shape == self.pack.shape:
             kept = self.pack.kept
-            return self.views.blocked(numbers.flatten()[kept.to(numbers.device)][None], torch.arange(len(kept), device=kept.device))
+            return self.views.blocked(
+                numbers.flatten()[kept.to(numbers.device)][None], torch.arange(len(kept), device=kept.device)
+            )
         return self.views.blocked(numbers, self.tokens)
 
     def contrary(self, message: str) -> None:

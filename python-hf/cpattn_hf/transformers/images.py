@@ -62,10 +62,16 @@ class Images:
 
     def __init__(self, model: Any, vision: str, mixers: Mixers, takes: frozenset[str]) -> None:
         if vision not in ("all", "shard"):
-            raise refused("vision", vision, "'all' (each rank computes the features of all images) or 'shard' (each image is computed by one rank) is needed")
+            raise refused(
+                "vision",
+                vision,
+                "'all' (each rank computes the features of all images) or 'shard' (each image is computed by one rank) is needed",
+            )
         self._decoder, self._mixers, self._name = decoder_of(model), mixers, type(model).__name__
         self.names = tuple(sorted(takes - set(TAKEN) - {"labels"})) if self._decoder is not None else ()
-        self._takes = frozenset(inspect.signature(self._decoder.forward).parameters) if self._decoder is not None else frozenset()
+        self._takes = (
+            frozenset(inspect.signature(self._decoder.forward).parameters) if self._decoder is not None else frozenset()
+        )
         # The names of all arguments that something in the text model reads.
         modules = self._decoder.modules() if self._decoder is not None else ()
         self._read = frozenset(name for module in modules for name in inspect.signature(module.forward).parameters)
@@ -81,9 +87,15 @@ class Images:
         # The attention of towers stays what it is.
         self.towers: list[tuple[Any, Any]] = []
         if self._decoder is not None:
-            inside = {id(one) for module in self._decoder.modules() if (one := getattr(module, "config", None)) is not None}
+            inside = {
+                id(one) for module in self._decoder.modules() if (one := getattr(module, "config", None)) is not None
+            }
             text, own = model.config.get_text_config(), [*_configs(model.config)]
-            own += [one for module in model.modules() if (one := getattr(module, "config", None)) is not None and hasattr(one, "sub_configs")]
+            own += [
+                one
+                for module in model.modules()
+                if (one := getattr(module, "config", None)) is not None and hasattr(one, "sub_configs")
+            ]
             for one in {id(one): one for one in own}.values():
                 if id(one) not in inside and all(inner is not text for inner in _configs(one)):
                     self.towers.append((one, one._attn_implementation))
@@ -106,7 +118,9 @@ class Images:
 
     def compared(self, inputs: Mapping[str, Any], images: frozenset[str]) -> dict[str, Any]:
         """What of a call with images the ranks compare: tensors, and lists of numbers beside them (the seconds of a video's frames)."""
-        lists = {name for name, value in inputs.items() if images and name not in TAKEN and isinstance(value, list | tuple)}
+        lists = {
+            name for name, value in inputs.items() if images and name not in TAKEN and isinstance(value, list | tuple)
+        }
         return {name: inputs.get(name) for name in sorted(images | lists | {"inputs_embeds"})}
 
     def arguments(self, forward: Forward, kwargs: dict[str, Any], draws: Callable[[], Draws]) -> dict[str, Any]:
@@ -135,7 +149,10 @@ class Images:
             return
         (enter,) = map(torch.compiler.disable, (self._enter,))
         self._hook = self._decoder.register_forward_pre_hook(enter, with_kwargs=True)
-        changes: dict[str, Callable[..., Any]] = {POSITIONS: _by_documents, **({FEATURES: sharded} if self._shards else {})}
+        changes: dict[str, Callable[..., Any]] = {
+            POSITIONS: _by_documents,
+            **({FEATURES: sharded} if self._shards else {}),
+        }
         for name, function in changes.items():
             if (module := self._methods.get(name)) is not None:
                 vars(module)[name] = partial(_outside, function, getattr(module, name))
@@ -157,7 +174,11 @@ class Images:
         kwargs = {**dict(zip(inspect.signature(decoder.forward).parameters, args, strict=False)), **kwargs}
         rows = Rows(forward, kwargs, self._name)
         # The documents say what a padding mask says. What nothing in the text model reads goes no further.
-        gone = {name for name, value in kwargs.items() if _tensors(value) and (name in ("attention_mask", "cache_position") or name not in self._read)}
+        gone = {
+            name
+            for name, value in kwargs.items()
+            if _tensors(value) and (name in ("attention_mask", "cache_position") or name not in self._read)
+        }
         mine = {name: rows.of(name, value) for name, value in kwargs.items() if name not in gone}
         if mine.get("position_ids") is None:
             mine["position_ids"] = forward.places[None]
@@ -175,7 +196,11 @@ class Rows:
         self.shape, self.model = forward.pack.shape, model
         self.places = forward.pack.kept[forward.tokens]
         # Which tokens are those of images, if layers are given features of them. A padding mask can be of the same type.
-        marks = [one if one.ndim == 2 else one[..., 0] for name, one in arguments.items() if name != "attention_mask" and self._marks(one)]
+        marks = [
+            one if one.ndim == 2 else one[..., 0]
+            for name, one in arguments.items()
+            if name != "attention_mask" and self._marks(one)
+        ]
         self.marks = marks[0].flatten() if marks else None
 
     def _marks(self, value: Any) -> bool:
@@ -216,7 +241,10 @@ def _alone(arguments: Mapping[str, Any], mask: Tensor) -> list[dict[str, Any]]:
     for row in range(len(mask)):
         types = (flat["mm_token_type_ids"][row] == 1) & mask[row].bool()
         images = int((types[1:] & ~types[:-1]).sum() + types[0])
-        one = {name: value[row : row + 1] if isinstance(value, Tensor) and value.shape == mask.shape else value for name, value in flat.items()}
+        one = {
+            name: value[row : row + 1] if isinstance(value, Tensor) and value.shape == mask.shape else value
+            for name, value in flat.items()
+        }
         made.append(one | {"image_grid_thw": flat["image_grid_thw"][at : at + images]})
         at += images
     return made
@@ -252,4 +280,6 @@ def _by_documents(forward: Forward, usual: Callable[..., Any], *args: Any, **kwa
     # A delta for each row, as the model has them: that of its first document.
     rows = (pack.kept[list(pack.cu_seqlens[:-1])] // pack.shape[1]).tolist()
     first = [rows.index(row) if row in rows else 0 for row in range(pack.shape[0])]
-    return whole.view(len(found), *pack.shape), deltas[first] if isinstance(deltas, Tensor) and len(deltas) == len(lengths) else deltas
+    return whole.view(len(found), *pack.shape), deltas[first] if isinstance(deltas, Tensor) and len(deltas) == len(
+        lengths
+    ) else deltas

@@ -46,18 +46,24 @@ def documents(model: Any, known: Found, inputs: Mapping[str, Any]) -> Pack:
     return pack(inputs, known.first, LOSSES.get(loss_of(model), True), known.skips)
 
 
-def checked(model: Any, config: Any, known: Found, inputs: Mapping[str, Any], images: frozenset[str] = frozenset()) -> Pack:
+def checked(
+    model: Any, config: Any, known: Found, inputs: Mapping[str, Any], images: frozenset[str] = frozenset()
+) -> Pack:
     """The documents of a call of `model` with the text config `config`, and the arguments `images` for what is around its text model. Raises
     InvalidArgument and Unsupported."""
     for name, value in inputs.items():
         taken = name in images or (name in TAKEN and (name not in ARGUMENTS or (known.types and name == known.named)))
         if name == "position_ids" and name not in images and getattr(value, "ndim", 2) == 3:
-            raise Unsupported(f"position_ids has the shape {tuple(value.shape)}, and {type(model).__name__} takes positions of one row: [rows, tokens] is needed")
+            raise Unsupported(
+                f"position_ids has the shape {tuple(value.shape)}, and {type(model).__name__} takes positions of one row: [rows, tokens] is needed"
+            )
         if not taken and value is not None and _tensors(value):
             raise Unsupported(f"the model was given {name}, which is not supported: leave it out")
     for name, value in inputs.items():
         if isinstance(value, Cache) or (name in CACHES and value is not None):
-            raise Unsupported(f"{name} is given, a cache, which is not supported, not even an empty one: leave it out, or use `with cp.off():`")
+            raise Unsupported(
+                f"{name} is given, a cache, which is not supported, not even an empty one: leave it out, or use `with cp.off():`"
+            )
 
     def asked(name: str) -> Any:
         return getattr(config, name, None) if inputs.get(name) is None else inputs[name]
@@ -97,7 +103,9 @@ def checked(model: Any, config: Any, known: Found, inputs: Mapping[str, Any], im
     if known.positions < UNLIMITED:
         within("position_ids", found.positions, found.first + known.positions)
     rope = getattr(config, "rope_parameters", None) or {}
-    usual: Any = getattr(config, "original_max_position_embeddings", None) or getattr(config, "max_position_embeddings", 0)
+    usual: Any = getattr(config, "original_max_position_embeddings", None) or getattr(
+        config, "max_position_embeddings", 0
+    )
     for one in filter(lambda one: isinstance(one, dict), (rope, *rope.values())):
         kind, most = one.get("rope_type"), one.get("original_max_position_embeddings") or usual
         if kind in ("dynamic", "longrope") and found.reach > most:

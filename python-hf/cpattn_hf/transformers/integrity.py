@@ -62,7 +62,9 @@ class Integrity:
                 )
         for module, name, function in (*self._cp._mixers.replaced(), *self._cp._adapters.replaced()):
             if not replaced(module, name, function):
-                raise Unsupported(f"something has replaced {name} of {type(module).__name__}, which ContextParallel had replaced: {WAY_OUT}")
+                raise Unsupported(
+                    f"something has replaced {name} of {type(module).__name__}, which ContextParallel had replaced: {WAY_OUT}"
+                )
 
     def _take_over(self) -> None:
         """Takes the hooks of accelerate's context parallelism away (cp_size of its ParallelismConfig), which drop the masks of layers."""

@@ -39,7 +39,11 @@ ATOMS: dict[str, Callable[[dict[str, Any]], Expression]] = {
     "causal_mask_function": lambda bound: ("band", -_FAR, 0),
     "bidirectional_mask_function": lambda bound: EVERYTHING,
     "sliding_window_overlay": lambda bound: ("band", 1 - int(bound["sliding_window"]), _FAR),
-    "sliding_window_bidirectional_overlay": lambda bound: ("band", -int(bound["sliding_window"]), int(bound["sliding_window"])),
+    "sliding_window_bidirectional_overlay": lambda bound: (
+        "band",
+        -int(bound["sliding_window"]),
+        int(bound["sliding_window"]),
+    ),
     "chunked_overlay": lambda bound: ("chunk", int(bound["chunk_size"])),
     "blockwise_overlay": lambda bound: ("blocks",),
 }
@@ -104,7 +108,11 @@ def simplified(expression: Expression, blocks: bool, longest: int) -> Expression
     others = [part for part in parts if part[0] != "band"]
     if not others:
         return band
-    return ("and", *others, *([band] if band != EVERYTHING else [])) if len(others) > 1 or band != EVERYTHING else others[0]
+    return (
+        ("and", *others, *([band] if band != EVERYTHING else []))
+        if len(others) > 1 or band != EVERYTHING
+        else others[0]
+    )
 
 
 def window_of(expression: Expression) -> Window | Parts:
@@ -245,7 +253,9 @@ def _pieces(expression: Expression, a: int, b: int, blocks: list[list[tuple[int,
     return found
 
 
-def slices_of(expression: Expression, cu_seqlens: Sequence[int], blocks: list[list[list[tuple[int, int]]]] | None) -> list[Slice]:
+def slices_of(
+    expression: Expression, cu_seqlens: Sequence[int], blocks: list[list[list[tuple[int, int]]]] | None
+) -> list[Slice]:
     """The slices of a mask over documents, whose blocks are given by document. No pair is in two of them."""
     made = []
     for at, (a, b) in enumerate(pairwise(cu_seqlens)):

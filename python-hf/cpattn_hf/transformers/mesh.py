@@ -30,7 +30,9 @@ def group_of(mesh: Any, group: Members, replicas: int) -> tuple[Members, int]:
         return group, replicas
     if group is not None or replicas != 1:
         given = f"group is {group!r}" if group is not None else f"replicas is {replicas!r}"
-        raise InvalidArgument(f"mesh and {given} are both given: leave one of them out, mesh says which ranks are a group")
+        raise InvalidArgument(
+            f"mesh and {given} are both given: leave one of them out, mesh says which ranks are a group"
+        )
     if not isinstance(mesh, DeviceMesh):
         raise refused("mesh", mesh, "a torch.distributed.device_mesh.DeviceMesh is needed")
     names = mesh.mesh_dim_names or ()
@@ -39,9 +41,13 @@ def group_of(mesh: Any, group: Members, replicas: int) -> tuple[Members, int]:
     sizes = dict(zip(names, mesh.mesh.shape, strict=True))
     for name in SPLIT:
         if sizes.get(name, 1) > 1:
-            raise Unsupported(f"mesh has the dimension {name!r} of {sizes[name]} ranks, which is not supported beside {NAME!r}: make the mesh without it")
+            raise Unsupported(
+                f"mesh has the dimension {name!r} of {sizes[name]} ranks, which is not supported beside {NAME!r}: make the mesh without it"
+            )
     if (at := mesh.get_coordinate()) is None:
-        raise InvalidArgument(f"mesh has the ranks {mesh.mesh.flatten().tolist()}, without this one: use ContextParallel on those ranks")
+        raise InvalidArgument(
+            f"mesh has the ranks {mesh.mesh.flatten().tolist()}, without this one: use ContextParallel on those ranks"
+        )
     ranks, kept = mesh.mesh, list(names)
     if PARTS in names:  # of the heads: the group has those with this rank's part
         ranks = ranks.select(kept.index(PARTS), at[kept.index(PARTS)])

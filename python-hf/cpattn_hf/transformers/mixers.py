@@ -68,26 +68,40 @@ def _given(documents: Any, function: Callable[..., Any], *args: Any, **kwargs: A
 class Mixers:
     """The mixers of a model's layers: those that a user gives, by class, and those of Transformers' hybrids."""
 
-    def __init__(self, model: torch.nn.Module, mixers: Mapping[type[torch.nn.Module], Mixer], options: dict[str, Any], ranks: int) -> None:
+    def __init__(
+        self, model: torch.nn.Module, mixers: Mapping[type[torch.nn.Module], Mixer], options: dict[str, Any], ranks: int
+    ) -> None:
         self.layers: dict[torch.nn.Module, Mixer] = {}
-        for kind, mixer in instance("mixers", mixers, Mapping, "a mapping of classes of layers to mixers is needed").items():
+        for kind, mixer in instance(
+            "mixers", mixers, Mapping, "a mapping of classes of layers to mixers is needed"
+        ).items():
             if not isinstance(kind, type) or not callable(mixer):
                 raise refused("mixers", mixers, "a mapping of classes of layers to mixers is needed")
             layers = [module for module in model.modules() if isinstance(module, kind)]
             if not layers:
-                raise InvalidArgument(f"mixers has {kind.__name__}, and {type(model).__name__} has no layer of this class")
+                raise InvalidArgument(
+                    f"mixers has {kind.__name__}, and {type(model).__name__} has no layer of this class"
+                )
             self.layers |= dict.fromkeys(layers, mixer)
         if mixers and options.setdefault("ulysses", ranks) != ranks:
             raise Unsupported(
                 f"ulysses is {options['ulysses']}, {ranks} is needed, the number of ranks: layers with mixers of `mixers` need whole "
                 "documents. Leave ulysses out"
             )
-        known = {module: found for module in model.modules() if module not in self.layers and (found := mixer_of(module))}
+        known = {
+            module: found for module in model.modules() if module not in self.layers and (found := mixer_of(module))
+        }
         self.layers |= known
-        self._blocks = [module for module in model.modules() if any(child in self.layers for child in module.children())]
-        if self.layers and not any(one.kind == one.VAR_KEYWORD for one in inspect.signature(model.forward).parameters.values()):
+        self._blocks = [
+            module for module in model.modules() if any(child in self.layers for child in module.children())
+        ]
+        if self.layers and not any(
+            one.kind == one.VAR_KEYWORD for one in inspect.signature(model.forward).parameters.values()
+        ):
             what = "mixers are given" if mixers else f"{type(next(iter(known))).__name__} has a mixer"
-            raise Unsupported(f"{what}, and {type(model).__name__}.forward takes no **kwargs: it must pass keywords on to its layers")
+            raise Unsupported(
+                f"{what}, and {type(model).__name__}.forward takes no **kwargs: it must pass keywords on to its layers"
+            )
 
     def __bool__(self) -> bool:
         return bool(self.layers)

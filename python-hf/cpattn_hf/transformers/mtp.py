@@ -44,7 +44,9 @@ class TokensAhead:
         self.position_ids = forward.places[None]
         ends = torch.tensor(forward.pack.cu_seqlens[1:], device=forward.pack.ids.device)
         # The end of each token's document, by tokens of the batch.
-        self._ends = ends.repeat_interleave(torch.tensor([b - a for a, b in pairwise(forward.pack.cu_seqlens)], device=ends.device))
+        self._ends = ends.repeat_interleave(
+            torch.tensor([b - a for a, b in pairwise(forward.pack.cu_seqlens)], device=ends.device)
+        )
 
     def ids(self, by: int, fill: int = 0) -> Tensor:
         """The ids of the tokens `by` places later in their documents; `fill` if a document has no such token."""
@@ -62,7 +64,11 @@ class TokensAhead:
         negative. Differentiable."""
         forward = self._forward
         if not isinstance(rows, Tensor) or rows.ndim < 2 or rows.shape[:2] != (1, len(forward.tokens)):
-            raise refused("rows", tuple(rows.shape) if isinstance(rows, Tensor) else rows, f"a tensor (1, {len(forward.tokens)}, ...) is needed")
+            raise refused(
+                "rows",
+                tuple(rows.shape) if isinstance(rows, Tensor) else rows,
+                f"a tensor (1, {len(forward.tokens)}, ...) is needed",
+            )
         return forward.given(forward.batch.shift(forward.held(rows[0]), by, fill))[None]
 
     def loss(self, head: Callable[[Tensor], Tensor], hidden: Tensor, by: int) -> Tensor:
@@ -72,7 +78,11 @@ class TokensAhead:
         forward, pack, cp = self._forward, self._forward.pack, self._cp
         assert pack.labels is not None
         if not isinstance(hidden, Tensor) or hidden.ndim != 3 or hidden.shape[:2] != (1, len(forward.tokens)):
-            raise refused("hidden", tuple(hidden.shape) if isinstance(hidden, Tensor) else hidden, f"a tensor (1, {len(forward.tokens)}, hidden size) is needed")
+            raise refused(
+                "hidden",
+                tuple(hidden.shape) if isinstance(hidden, Tensor) else hidden,
+                f"a tensor (1, {len(forward.tokens)}, hidden size) is needed",
+            )
         labels = self.labels(by)[0]
         weights = None if pack.weights is None else self._of(pack.weights, by, 0)[0]
 
@@ -84,8 +94,13 @@ class TokensAhead:
             own = part(*given)
         else:
             number = number_of(cp, forward, cp.tile, head)
-            split = zip(hidden.tensor_split(number, dim=1), *(one.tensor_split(number) for one in given[1:]), strict=True)
-            own = sum((checkpoint(part, *one, use_reentrant=False) for one in split), hidden.new_zeros((), dtype=torch.float32))
+            split = zip(
+                hidden.tensor_split(number, dim=1), *(one.tensor_split(number) for one in given[1:]), strict=True
+            )
+            own = sum(
+                (checkpoint(part, *one, use_reentrant=False) for one in split),
+                hidden.new_zeros((), dtype=torch.float32),
+            )
         return Total.apply(own, forward.batch.context.transport, cp.factor) / self._divisor(by)  # type: ignore[no-untyped-call, no-any-return]
 
     def _divisor(self, by: int) -> float:
@@ -99,7 +114,9 @@ class TokensAhead:
         if pack.weights is None or not bool(some.any()):
             return max(int(some.sum()), 1)
         if not (found := float(self._at(pack.weights, every, by, 0)[some].double().sum())):
-            raise InvalidArgument(f"loss_weights of the labels {by} tokens on sum up to 0, by which the loss is divided: give num_items_in_batch, or other weights")
+            raise InvalidArgument(
+                f"loss_weights of the labels {by} tokens on sum up to 0, by which the loss is divided: give num_items_in_batch, or other weights"
+            )
         return found
 
     def _of(self, numbers: Tensor, by: int, fill: float) -> Tensor:
@@ -121,7 +138,10 @@ def refuse_branches(pack: Pack, by: int) -> None:
     positions, ids, ends = pack.positions.tolist(), pack.ids.tolist(), pack.cu_seqlens
     counts = F.pad(pack.labels[:-1] != -100, (1, 0)).tolist()  # whether a token is the label of the one before it
     # The ends of runs of tokens whose positions grow by one, of one document each.
-    runs = [*(at for at, (a, b) in enumerate(pairwise(positions), 1) if b != a + 1 or ends[bisect_left(ends, at)] == at), len(positions)]
+    runs = [
+        *(at for at, (a, b) in enumerate(pairwise(positions), 1) if b != a + 1 or ends[bisect_left(ends, at)] == at),
+        len(positions),
+    ]
 
     def cut(begin: int, end: int) -> list[tuple[int, int]]:
         return list(pairwise([begin, *runs[bisect_right(runs, begin) : bisect_left(runs, end)], end]))
@@ -149,10 +169,14 @@ class MultiToken:
 
     def __init__(self, cp: ContextParallel, heads: Heads) -> None:
         if not callable(heads):
-            raise refused("heads", heads, "a function of hidden states and TokensAhead, which returns a loss, or None is needed")
+            raise refused(
+                "heads", heads, "a function of hidden states and TokensAhead, which returns a loss, or None is needed"
+            )
         name, base = type(cp.model).__name__, getattr(cp.model, cp.model.base_model_prefix, None)
         if base is None or base is cp.model:
-            raise Unsupported(f"{name} has no base model separate from its head, after which heads for further tokens could run")
+            raise Unsupported(
+                f"{name} has no base model separate from its head, after which heads for further tokens could run"
+            )
         self._cp, self._heads, self.base = cp, heads, base
 
     def check(self, labels: bool, reads: bool, images: bool, ids: bool, shifted: bool) -> None:
@@ -160,20 +184,35 @@ class MultiToken:
         if not self._cp.model.training or not labels:
             return
         if reads:
-            raise Unsupported(f"the loss of this pass is not the model's own (a trainer of TRL, cp.logprobs), and heads of cp.mtp would be left out: {OFF}")
+            raise Unsupported(
+                f"the loss of this pass is not the model's own (a trainer of TRL, cp.logprobs), and heads of cp.mtp would be left out: {OFF}"
+            )
         if images:
             raise Unsupported(f"images are given to a model with heads of cp.mtp, which read ids of tokens: {OFF}")
         if not ids:
-            raise Unsupported(f"inputs_embeds is given to a model with heads of cp.mtp, which read ids of tokens: give input_ids, or {OFF}")
+            raise Unsupported(
+                f"inputs_embeds is given to a model with heads of cp.mtp, which read ids of tokens: give input_ids, or {OFF}"
+            )
         if not shifted:
-            raise Unsupported(f"the labels of {type(self._cp.model).__name__} are those of the tokens themselves, not of the next ones: {OFF}")
+            raise Unsupported(
+                f"the labels of {type(self._cp.model).__name__} are those of the tokens themselves, not of the next ones: {OFF}"
+            )
 
     def __call__(self, module: Any, args: Any, out: Any) -> None:
         forward: Any = Current.forward
-        if not isinstance(forward, Forward) or forward.tile is not None or forward.labels is None or not self._cp.model.training:
+        if (
+            not isinstance(forward, Forward)
+            or forward.tile is not None
+            or forward.labels is None
+            or not self._cp.model.training
+        ):
             return
         hidden = out["last_hidden_state"] if forward.hidden is None else forward.hidden
         found = self._heads(hidden, TokensAhead(self._cp, forward))
         if not isinstance(found, Tensor) or found.numel() != 1:
-            raise refused("the result of the heads", tuple(found.shape) if isinstance(found, Tensor) else found, "a loss, a tensor of one number, is needed")
+            raise refused(
+                "the result of the heads",
+                tuple(found.shape) if isinstance(found, Tensor) else found,
+                "a loss, a tensor of one number, is needed",
+            )
         forward.ahead = found.reshape(())

@@ -28,16 +28,28 @@ def _flattened(parameter: torch.nn.Parameter) -> bool:
 def refuse_owners(model: Any, members: Sequence[int]) -> None:
     kind, inside = type(model).__name__, getattr(model, "module", None)
     if isinstance(model, DataParallel):
-        raise Unsupported(f"the model is a DataParallel around a {type(inside).__name__}: give the model itself, and use a process for each device")
-    if isinstance(model, FullyShardedDataParallel) or (isinstance(model, torch.nn.Module) and any(map(_flattened, model.parameters()))):
+        raise Unsupported(
+            f"the model is a DataParallel around a {type(inside).__name__}: give the model itself, and use a process for each device"
+        )
+    if isinstance(model, FullyShardedDataParallel) or (
+        isinstance(model, torch.nn.Module) and any(map(_flattened, model.parameters()))
+    ):
         raise Unsupported(
             f"the parameters of {kind} are sharded by FullyShardedDataParallel (FSDP1): ContextParallel(model) first, and then fully_shard "
             "(FSDP2), which is tested"
         )
-    deepspeed = kind.startswith("DeepSpeed") and isinstance(inside, torch.nn.Module)  # an engine, which has the attributes of its model
-    taken = isinstance(model, torch.nn.Module) and not deepspeed and all(hasattr(model, name) for name in ("config", "set_attn_implementation"))
+    deepspeed = kind.startswith("DeepSpeed") and isinstance(
+        inside, torch.nn.Module
+    )  # an engine, which has the attributes of its model
+    taken = (
+        isinstance(model, torch.nn.Module)
+        and not deepspeed
+        and all(hasattr(model, name) for name in ("config", "set_attn_implementation"))
+    )
     if not taken and isinstance(inside, torch.nn.Module):
-        raise Unsupported(f"the model is a {kind} around a {type(inside).__name__}: ContextParallel(model) first, and then wrap it with {kind}")
+        raise Unsupported(
+            f"the model is a {kind} around a {type(inside).__name__}: ContextParallel(model) first, and then wrap it with {kind}"
+        )
     if not taken:
         raise refused("model", model, "a model of Transformers is needed, with config and set_attn_implementation")
     refuse_parts(model, members)

@@ -86,14 +86,18 @@ def _numbers(name: str, value: Any, *shapes: tuple[int, ...]) -> Tensor:
     if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
         raise InvalidArgument(f"{name}.dtype is {value.dtype}, whole numbers are needed")
     if value.shape not in shapes:
-        raise InvalidArgument(f"{name} has the shape {tuple(value.shape)}, {' or '.join(dict.fromkeys(map(str, shapes)))} is needed")
+        raise InvalidArgument(
+            f"{name} has the shape {tuple(value.shape)}, {' or '.join(dict.fromkeys(map(str, shapes)))} is needed"
+        )
     return value
 
 
 def within(name: str, numbers: Tensor, words: int | None) -> None:
     """Refuses numbers outside the model's vocabulary: some ranks would fail, and the others would wait for them."""
     if words is not None and len(numbers) and not 0 <= int(numbers.min()) <= int(numbers.max()) < words:
-        raise InvalidArgument(f"{name} has numbers from {int(numbers.min())} to {int(numbers.max())}, numbers from 0 to {words - 1} are needed")
+        raise InvalidArgument(
+            f"{name} has numbers from {int(numbers.min())} to {int(numbers.max())}, numbers from 0 to {words - 1} are needed"
+        )
 
 
 def _mask(mask: Any, ids: Tensor) -> Tensor:
@@ -109,7 +113,9 @@ def _mask(mask: Any, ids: Tensor) -> Tensor:
     runs = (F.pad(kept, (1, 0))[:, :-1] < kept).sum(1)
     if (runs > 1).any():
         row = int((runs > 1).nonzero()[0])
-        raise Unsupported(f"attention_mask has {int(runs[row])} runs of tokens in row {row}, 1 is needed: put padding at the ends of the row")
+        raise Unsupported(
+            f"attention_mask has {int(runs[row])} runs of tokens in row {row}, 1 is needed: put padding at the ends of the row"
+        )
     return kept
 
 
@@ -118,8 +124,16 @@ def slices_given(inputs: Mapping[str, Any], tokens: int, padded: bool) -> tuple[
     if (given := inputs.get("slices")) is None:
         return None
     if isinstance(given, Tensor):
-        if given.ndim != 2 or given.shape[1] != len(Slice._fields) or given.is_floating_point() or given.is_complex() or given.dtype == torch.bool:
-            raise InvalidArgument(f"slices has the shape {tuple(given.shape)} and the type {given.dtype}, whole numbers (slices, 7) are needed")
+        if (
+            given.ndim != 2
+            or given.shape[1] != len(Slice._fields)
+            or given.is_floating_point()
+            or given.is_complex()
+            or given.dtype == torch.bool
+        ):
+            raise InvalidArgument(
+                f"slices has the shape {tuple(given.shape)} and the type {given.dtype}, whole numbers (slices, 7) are needed"
+            )
         given = [Slice(*row) for row in given.tolist()]
     slices = checked("slices", given)
     for at, one in enumerate(slices):
@@ -128,9 +142,13 @@ def slices_given(inputs: Mapping[str, Any], tokens: int, padded: bool) -> tuple[
                 f"slices[{at}] is {one}, and the row has {tokens} tokens{', padding left out' * padded}: slices count the tokens of the row from 0"
             )
     if inputs.get("position_ids") is None:
-        raise InvalidArgument("slices are given without position_ids, which say where a token is for the model: give both")
+        raise InvalidArgument(
+            "slices are given without position_ids, which say where a token is for the model: give both"
+        )
     if any(inputs.get(name) is not None for name in ARGUMENTS):
-        raise Unsupported("slices and token types are both given: leave token types out, and give slices that have the model's blocks")
+        raise Unsupported(
+            "slices and token types are both given: leave token types out, and give slices that have the model's blocks"
+        )
     return slices
 
 
@@ -164,14 +182,24 @@ def _weights(name: str, inputs: Mapping[str, Any], shape: tuple[int, int]) -> Te
     if (given := inputs.get(name)) is None:
         return None
     if not isinstance(given, Tensor) or given.shape != shape or given.is_complex() or given.dtype == torch.bool:
-        kind = f"has the shape {tuple(given.shape)} and the type {given.dtype}" if isinstance(given, Tensor) else f"is a {type(given).__name__}"
-        raise InvalidArgument(f"{name} {kind}, numbers of the shape {shape} are needed, one for each token of input_ids")
+        kind = (
+            f"has the shape {tuple(given.shape)} and the type {given.dtype}"
+            if isinstance(given, Tensor)
+            else f"is a {type(given).__name__}"
+        )
+        raise InvalidArgument(
+            f"{name} {kind}, numbers of the shape {shape} are needed, one for each token of input_ids"
+        )
     if name == "loss_weights" and inputs.get("labels") is None and inputs.get("shift_labels") is None:
-        raise InvalidArgument("loss_weights are given without labels, whose losses they multiply: give labels, or leave loss_weights out")
+        raise InvalidArgument(
+            "loss_weights are given without labels, whose losses they multiply: give labels, or leave loss_weights out"
+        )
     if not bool(torch.isfinite(given).all()):
         raise InvalidArgument(f"{name} has numbers that are not finite, finite ones are needed")
     if name == "router_weights" and (bool((given < 0).any()) or not bool(given.any())):
-        raise InvalidArgument("router_weights has negative numbers or no other than 0, numbers from 0 on are needed: how often each token counts in a router's loss")
+        raise InvalidArgument(
+            "router_weights has negative numbers or no other than 0, numbers from 0 on are needed: how often each token counts in a router's loss"
+        )
     return given.float()
 
 
@@ -212,7 +240,9 @@ def _starts(inputs: Mapping[str, Any], ids: Tensor) -> Tensor:
                 f"to {length}, which never decreases"
             )
         if before and before[1] != ends.tolist():
-            raise InvalidArgument(f"{name} is {ends.tolist()} and {before[0]} is {before[1]}: give one of them, or the same ends in both")
+            raise InvalidArgument(
+                f"{name} is {ends.tolist()} and {before[0]} is {before[1]}: give one of them, or the same ends in both"
+            )
         before = (name, ends.tolist())
         starts[0, ends[:-1][ends[:-1] < length].long()] = True
     if inputs.get("seq_idx") is not None:
@@ -227,7 +257,9 @@ def _ids(inputs: Mapping[str, Any]) -> Tensor:
     if ids is None and isinstance(embeddings, Tensor) and embeddings.ndim == 3 and embeddings.is_floating_point():
         return torch.zeros(embeddings.shape[:2], dtype=torch.int64, device=embeddings.device)
     if not isinstance(ids, Tensor) or ids.ndim != 2:
-        raise Unsupported("input_ids is needed, a tensor [rows, tokens], or inputs_embeds, [rows, tokens, hidden size]: other inputs are not supported")
+        raise Unsupported(
+            "input_ids is needed, a tensor [rows, tokens], or inputs_embeds, [rows, tokens, hidden size]: other inputs are not supported"
+        )
     if embeddings is not None:
         raise InvalidArgument("input_ids and inputs_embeds are both given: give one of them")
     return ids
@@ -250,7 +282,9 @@ def pack(inputs: Mapping[str, Any], first: int = 0, shifted: bool = True, skips:
     rows, length = _numbers("input_ids", ids, tuple(ids.shape)).shape
     if not ids.numel():
         name = "inputs_embeds" if inputs.get("input_ids") is None else "input_ids"
-        raise InvalidArgument(f"{name} has {rows} rows of {length} tokens, at least one token is needed: leave out an empty batch, on all ranks")
+        raise InvalidArgument(
+            f"{name} has {rows} rows of {length} tokens, at least one token is needed: leave out an empty batch, on all ranks"
+        )
     kept = _mask(inputs.get("attention_mask"), ids)
     places = torch.arange(length, device=ids.device).expand(rows, length)
     starts = places == 0
@@ -274,7 +308,9 @@ def pack(inputs: Mapping[str, Any], first: int = 0, shifted: bool = True, skips:
     slices = slices_given(inputs, len(places), padded)
     if slices is not None and (rows != 1 or (padded and not kept[0, 0])):
         where = ", with padding at the left" * padded
-        raise Unsupported(f"slices are given, and input_ids has {rows} rows{where}: one row is needed, with padding at the right")
+        raise Unsupported(
+            f"slices are given, and input_ids has {rows} rows{where}: one row is needed, with padding at the right"
+        )
     weights, counts = (_weights(name, inputs, (rows, length)) for name in ("loss_weights", "router_weights"))
     labels = inputs.get("shift_labels")
     if labels is not None and not shifted:
@@ -297,4 +333,17 @@ def pack(inputs: Mapping[str, Any], first: int = 0, shifted: bool = True, skips:
     positions = positions.flatten()[places]
     positions = positions + first if slices is not None else _from(first, tokens, positions, begins, given, skips)
     ends = (*begins.tolist(), len(places))
-    return Pack(ends, tokens, positions, labels, places, (rows, length), types, first, slices, weights, given and not told, None if counts is None else counts.flatten()[places])
+    return Pack(
+        ends,
+        tokens,
+        positions,
+        labels,
+        places,
+        (rows, length),
+        types,
+        first,
+        slices,
+        weights,
+        given and not told,
+        None if counts is None else counts.flatten()[places],
+    )

@@ -51,7 +51,6 @@ from .views import Views
 from .zero import at_once, refuse_combining, refuse_parallel
 
 
-
 @named("model, group=group, ulysses=2")
 class ContextParallel(Calls):
     """Makes `model` context-parallel, in place, over a process group (None: the default group; or a list of global ranks). All
@@ -109,7 +108,14 @@ class ContextParallel(Calls):
         self._everyone: Collectives | None = None
         group, replicas = group_of(mesh, group, replicas)
         self._options, self._group = {"timeout": timeout, "workers": workers, **options}, group
-        settings = {"replicas": replicas, "gradients": gradients, "tile": tile, "vision": vision, "dropout": dropout, "compare_weights": compare_weights}
+        settings = {
+            "replicas": replicas,
+            "gradients": gradients,
+            "tile": tile,
+            "vision": vision,
+            "dropout": dropout,
+            "compare_weights": compare_weights,
+        }
         self._alike = {"group": group, "mixers": mixers, **settings, **self._options}
         transport = GlooTransport(group, timeout=timeout)
         members = self._all = transport.members
@@ -154,7 +160,14 @@ class ContextParallel(Calls):
         self._hook()
 
     def _look(
-        self, model: Any, ranks: int, replicas: int, gradients: str, tile: int, mixers: Mapping[type[torch.nn.Module], Mixer], vision: str
+        self,
+        model: Any,
+        ranks: int,
+        replicas: int,
+        gradients: str,
+        tile: int,
+        mixers: Mapping[type[torch.nn.Module], Mixer],
+        vision: str,
     ) -> None:
         """The checks that need no other rank, and change nothing."""
         names = {*keywords(ContextParallel), *CHOSEN, *RUNS, "plans", "own_tokens", "communicator", "kernels"}
@@ -167,7 +180,9 @@ class ContextParallel(Calls):
         if ranks % replicas:
             raise InvalidArgument(f"replicas is {replicas}, which does not divide the {ranks} ranks of the group")
         if replicas > 1 and self._options.get("communicator") == "torch":
-            raise Unsupported(f"communicator is 'torch' and replicas is {replicas}, 1 is needed: give each replica a group of dist.new_group, or leave it out")
+            raise Unsupported(
+                f"communicator is 'torch' and replicas is {replicas}, 1 is needed: give each replica a group of dist.new_group, or leave it out"
+            )
         if getattr(model, "_cpattn", None) is not None:
             raise InvalidArgument("the model already has a ContextParallel: close it first")
         self.ranks, self.config = ranks // replicas, model.config.get_text_config()
@@ -175,7 +190,14 @@ class ContextParallel(Calls):
         self._takes = frozenset(inspect.signature(model.forward).parameters)
         self._mixers, self._adapters = Mixers(model, mixers, self._options, self.ranks), Adapters(model)
         self._images = Images(model, vision, self._mixers, self._takes)
-        self._peers.refuse(type(model).__name__, {"layers that mix whole documents": self._mixers, "layers with an adapter": any(self._adapters.replaced()), "images": self._images})
+        self._peers.refuse(
+            type(model).__name__,
+            {
+                "layers that mix whole documents": self._mixers,
+                "layers with an adapter": any(self._adapters.replaced()),
+                "images": self._images,
+            },
+        )
         self._usual = model.config._attn_implementation
 
     def _try(self, model: Any) -> None:
@@ -190,15 +212,23 @@ class ContextParallel(Calls):
             self._kept = Kept(model)
             self._kept.replace()
         ulysses = self._options.get("ulysses")  # which other layers than those with kernels do not limit
-        self._found = probe(model, self._takes, self._mixers, self._kept, ulysses if isinstance(ulysses, int) and ulysses > 0 else 1)
+        self._found = probe(
+            model, self._takes, self._mixers, self._kept, ulysses if isinstance(ulysses, int) and ulysses > 0 else 1
+        )
         if self._kept:
             self._kept.restore()
         self._integrity = Integrity(self)
         self._base = getattr(model, model.base_model_prefix, None)
         if self.tile and (self._base is None or self._base is model):
-            raise Unsupported(f"tile is {self.tile}: {type(model).__name__} has no base model separate from its head: leave tile out")
+            raise Unsupported(
+                f"tile is {self.tile}: {type(model).__name__} has no base model separate from its head: leave tile out"
+            )
         # Invalid options of a plan are refused here, not with the first batch.
-        how = {name: value for name, value in self._options.items() if name not in ("plans", "own_tokens", "timeout", "workers", "communicator", "kernels")}
+        how = {
+            name: value
+            for name, value in self._options.items()
+            if name not in ("plans", "own_tokens", "timeout", "workers", "communicator", "kernels")
+        }
         over_all(Plan([0, 1], world=self.ranks, **self._heads() | how))
 
     def _attend(self, kind: str) -> None:
@@ -252,31 +282,56 @@ class ContextParallel(Calls):
                 if torch.is_grad_enabled():
                     refuse_combining(self.model, self._alike["gradients"])
                 images = self._images.given(inputs)
-                found, items = checked(self.model, self.config, self._found, inputs, images), inputs.get("num_items_in_batch")
+                found, items = (
+                    checked(self.model, self.config, self._found, inputs, images),
+                    inputs.get("num_items_in_batch"),
+                )
                 if self._kept and (images or inputs.get("input_ids") is None):
-                    raise Unsupported(f"{', '.join(sorted(images)) or 'inputs_embeds'} is given to a head that reads one token of each row: it needs input_ids alone")
+                    raise Unsupported(
+                        f"{', '.join(sorted(images)) or 'inputs_embeds'} is given to a head that reads one token of each row: it needs input_ids alone"
+                    )
                 if found.slices is not None and self._mixers:
-                    raise Unsupported("slices are given to a model with layers that mix whole documents, which know no slices: give each answer its own prompt")
+                    raise Unsupported(
+                        "slices are given to a model with layers that mix whole documents, which know no slices: give each answer its own prompt"
+                    )
                 if items is None and found.weights is not None and found.count == 0:
-                    raise InvalidArgument("loss_weights of the tokens with a label sum up to 0, by which the loss is divided: give num_items_in_batch, or other weights")
+                    raise InvalidArgument(
+                        "loss_weights of the tokens with a label sum up to 0, by which the loss is divided: give num_items_in_batch, or other weights"
+                    )
                 if items is not None and (items := attempt(float, given := items)) is None:
                     raise refused("num_items_in_batch", given, "a number is needed")
                 reader = self._asked or reader_of(self, self._kept, inputs)
                 if self._ahead:
-                    self._ahead.check(found.labels is not None, reader is not None, bool(images), inputs.get("input_ids") is not None, LOSSES.get(loss_of(self.model), True))
+                    self._ahead.check(
+                        found.labels is not None,
+                        reader is not None,
+                        bool(images),
+                        inputs.get("input_ids") is not None,
+                        LOSSES.get(loss_of(self.model), True),
+                    )
                 if reader and found.weights is not None:
-                    raise Unsupported("loss_weights are given where the loss is not that of labels of tokens: leave them out, and weigh the results")
+                    raise Unsupported(
+                        "loss_weights are given where the loss is not that of labels of tokens: leave them out, and weigh the results"
+                    )
                 if self._found.pooled and found.slices is not None:
-                    raise Unsupported("slices are given to a head that reads one token of each row: give each answer its own row")
+                    raise Unsupported(
+                        "slices are given to a head that reads one token of each row: give each answer its own row"
+                    )
                 more = reader.bytes() if reader else b""
                 more += content(self._images.compared(inputs, images)).encode()
             if self._images:
                 compare_names(context.transport, self._images.names, images, need)
             compare(context.transport, "inputs", digest(found.bytes() + repr(items).encode() + more), need)
-        views = Views(found, lambda dtype: self._context(dtype).batch(found.cu_seqlens, slices=found.slices), self._found.blocks)
+        views = Views(
+            found, lambda dtype: self._context(dtype).batch(found.cu_seqlens, slices=found.slices), self._found.blocks
+        )
         batch = views.batch(self.model.dtype)
-        self._peers.compare_pass(self.model, found.bytes() + repr((items, batch.plan.distribution)).encode() + more, context.transport)
-        forward = Forward(found, views, batch, items, found.labels, found.weights, reader, group=self._talk(), part=self._peers.number)
+        self._peers.compare_pass(
+            self.model, found.bytes() + repr((items, batch.plan.distribution)).encode() + more, context.transport
+        )
+        forward = Forward(
+            found, views, batch, items, found.labels, found.weights, reader, group=self._talk(), part=self._peers.number
+        )
         forward.size = reader.tile if reader else self.tile if found.labels is not None else 0
         return forward
 
@@ -287,7 +342,15 @@ class ContextParallel(Calls):
             kwargs = {**dict(zip(inspect.signature(model.forward).parameters, args, strict=False)), **kwargs}
         forward = self.last = Current.forward = self.shard(kwargs)
         self._integrity.begin()
-        draws = partial(Draws, self._number, self.replica, self.device, self.transport, forward.tokens, forward.batch.plan.distribution)
+        draws = partial(
+            Draws,
+            self._number,
+            self.replica,
+            self.device,
+            self.transport,
+            forward.tokens,
+            forward.batch.plan.distribution,
+        )
         if self._images.given(kwargs):
             kept = self._images.arguments(forward, kwargs, draws)
         else:
@@ -324,7 +387,9 @@ class ContextParallel(Calls):
         if self._dropouts and forward.draws is not None:
             self._dropouts.check(forward.draws)
         if forward.outer:
-            raise Unsupported(f"{type(model).__name__} did not call its text model with the batch: images are not supported in it")
+            raise Unsupported(
+                f"{type(model).__name__} did not call its text model with the batch: images are not supported in it"
+            )
         return results(self, model, forward, out, kwargs)
 
     def _ends(self, *_: Any) -> None:

@@ -27,7 +27,14 @@ LEAST = 128
 aten = torch.ops.aten
 # Calls that take rows from a table by numbers.
 TAKES = (aten.embedding.default, aten.gather.default, aten.index.Tensor, aten.index_select.default)
-INDEXES = (*TAKES, aten.scatter.src, aten.index_add.default, aten.index_put.default, aten.index_put_.default, aten.index_copy.default)
+INDEXES = (
+    *TAKES,
+    aten.scatter.src,
+    aten.index_add.default,
+    aten.index_put.default,
+    aten.index_put_.default,
+    aten.index_copy.default,
+)
 COUNTS = (aten.arange.default, aten.arange.start)
 
 
@@ -37,7 +44,12 @@ def beyond(config: Any, rows: int) -> int:
     rope = getattr(config, "rope_parameters", None) or {}
     for one in filter(lambda one: isinstance(one, dict), (rope, *rope.values())):
         if one.get("rope_type") in ("dynamic", "longrope"):  # longer documents are refused
-            most = min(most, one.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None) or most)
+            most = min(
+                most,
+                one.get("original_max_position_embeddings")
+                or getattr(config, "original_max_position_embeddings", None)
+                or most,
+            )
     return min(most, rows, EXACT, max(_numbers(config.to_dict()), default=0) + 64)
 
 
@@ -74,7 +86,9 @@ class Places(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
             self._take(func, args)
         made = func(*args, **kwargs)
         if func in INDEXES:
-            self._rows |= self._known(args[1] if func in (aten.index.Tensor, aten.index_put.default, aten.index_put_.default) else args)
+            self._rows |= self._known(
+                args[1] if func in (aten.index.Tensor, aten.index_put.default, aten.index_put_.default) else args
+            )
         if func in COUNTS and made.numel() == self._positions.numel() and not made.is_floating_point():
             self._calls += 1
             made = made + self.by if self._calls in self.moved else made

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 def pools(model: Any) -> bool:
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # of PEFT
-    return type(inner).__name__.endswith("ForSequenceClassification") and isinstance(getattr(model, "score", None), torch.nn.Module)
+    return type(inner).__name__.endswith("ForSequenceClassification") and isinstance(
+        getattr(model, "score", None), torch.nn.Module
+    )
 
 
 class Kept:
@@ -58,11 +60,20 @@ class Kept:
 class Pooled(Reader):
     def __init__(self, cp: ContextParallel, factor: float, kept: Kept, inputs: Any) -> None:
         super().__init__(cp, factor)
-        self.kept, self.labels, self.ids, self.mask = kept, inputs.get("labels"), inputs["input_ids"], inputs.get("attention_mask")
+        self.kept, self.labels, self.ids, self.mask = (
+            kept,
+            inputs.get("labels"),
+            inputs["input_ids"],
+            inputs.get("attention_mask"),
+        )
         padding = getattr(cp.config, "pad_token_id", None)
         if padding is None and len(self.ids) > 1:
-            raise InvalidArgument(f"input_ids has {len(self.ids)} rows and config.pad_token_id is None: set it, so that the last token of a row is known")
-        if self.labels is not None and (not isinstance(self.labels, Tensor) or self.labels.shape[:1] != self.ids.shape[:1]):
+            raise InvalidArgument(
+                f"input_ids has {len(self.ids)} rows and config.pad_token_id is None: set it, so that the last token of a row is known"
+            )
+        if self.labels is not None and (
+            not isinstance(self.labels, Tensor) or self.labels.shape[:1] != self.ids.shape[:1]
+        ):
             shape = tuple(self.labels.shape) if isinstance(self.labels, Tensor) else self.labels
             raise InvalidArgument(f"labels is {shape}, a tensor with the labels of {len(self.ids)} rows is needed")
         places = torch.arange(self.ids.shape[1], device=self.ids.device).expand(self.ids.shape)
@@ -75,14 +86,18 @@ class Pooled(Reader):
             )
 
     def bytes(self) -> bytes:
-        return b"" if self.labels is None else self.labels.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+        return (
+            b"" if self.labels is None else self.labels.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+        )
 
     def result(self, model: Any, forward: Forward, out: Any, kwargs: dict[str, Any]) -> Any:
         scores = self.all(forward, self.kept.take()[0])
         logits = scores[torch.arange(len(self.last), device=scores.device), self.last.to(scores.device)]
         out["logits"] = logits
         if self.labels is not None:
-            out["loss"] = model.loss_function(logits=logits, labels=self.labels, pooled_logits=logits, config=model.config)
+            out["loss"] = model.loss_function(
+                logits=logits, labels=self.labels, pooled_logits=logits, config=model.config
+            )
         return out
 
 

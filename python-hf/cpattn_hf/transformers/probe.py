@@ -66,7 +66,9 @@ class Alone:
 
     def reads(self, window: Window | Parts) -> Reads:
         if isinstance(window, Parts):
-            raise Unsupported("layers that run their own attention on gathered keys take documents with or without a window, and their mask is another one")
+            raise Unsupported(
+                "layers that run their own attention on gathered keys take documents with or without a window, and their mask is another one"
+            )
         self.gathered = window
         return self._reads(window)
 
@@ -120,23 +122,34 @@ class Found(NamedTuple):
     @property
     def told(self) -> list[tuple[int, dict[str, int]]]:
         """The layers as options of plans: causal documents are the default, and slices say themselves what a query sees after its own key."""
-        return [(count, {name: value for name, value in kind.items() if name != "window_right" or value}) for count, kind in self.layers]
+        return [
+            (count, {name: value for name, value in kind.items() if name != "window_right" or value})
+            for count, kind in self.layers
+        ]
 
 
 def probe(model: Any, takes: frozenset[str], mixers: Mixers, kept: Kept | None = None, heads: int = 1) -> Found:
     """Raises Unsupported if the model would be wrong. A model without attention that uses kernels has tokens as for so many `heads`."""
     name = type(model).__name__
     if any(p.is_meta for p in model.parameters()):
-        raise Unsupported(f"{name} has parameters on the device meta: load them before ContextParallel, which tries the model")
+        raise Unsupported(
+            f"{name} has parameters on the device meta: load them before ContextParallel, which tries the model"
+        )
     if "decoder_input_ids" in takes and getattr(model.config, "is_encoder_decoder", False):
-        raise Unsupported(f"{name} has an encoder and a decoder, which is not supported: use cpattn.torch for its layers")
+        raise Unsupported(
+            f"{name} has an encoder and a decoder, which is not supported: use cpattn.torch for its layers"
+        )
     table = model.get_input_embeddings()
     # Some models embed several streams of tokens, with one table for each.
     if not isinstance(words := getattr(table, "weight", None), Tensor):
         raise Unsupported(f"{name} embeds tokens with a {type(table).__name__}, one table with a weight is needed")
     config = model.config.get_text_config()
     padding, masked = (getattr(config, name, None) for name in ("pad_token_id", "mask_token_id"))
-    types, named, blocks = getattr(config, "type_vocab_size", 0), next((one for one in ARGUMENTS if one in takes), ""), None
+    types, named, blocks = (
+        getattr(config, "type_vocab_size", 0),
+        next((one for one in ARGUMENTS if one in takes), ""),
+        None,
+    )
     types = types if named == "token_type_ids" else 0
     number = shape_of(words)[0]
     ids = torch.randperm(number, generator=torch.Generator().manual_seed(1))
@@ -165,7 +178,9 @@ def probe(model: Any, takes: frozenset[str], mixers: Mixers, kept: Kept | None =
         if kept is not None:
             pooled, found = found, kept.take()
             if not isinstance(pooled, Tensor) or not torch.equal(pooled[0], found[0, -1]):
-                raise Unsupported("the result is not that of the head for the last token of a row, which is needed of a head for classes of sequences")
+                raise Unsupported(
+                    "the result is not that of the head for the last token of a row, which is needed of a head for classes of sequences"
+                )
         if not isinstance(found, Tensor):
             raise Unsupported(
                 f"the result, a {type(out).__name__}, has no logits: base models and heads for answers are not supported. Take the class with "
@@ -196,19 +211,25 @@ def probe(model: Any, takes: frozenset[str], mixers: Mixers, kept: Kept | None =
             first = min(near, key=distances.__getitem__, default=None)
             distance = apart(logits(some, first or 0), usual[some])
             if any(bool((one >= 0).any()) for one in forward.numbers):
-                raise Unsupported("its mask has blocks of tokens that do not come from token types, which is not supported: use cpattn.torch")
+                raise Unsupported(
+                    "its mask has blocks of tokens that do not come from token types, which is not supported: use cpattn.torch"
+                )
             rows, counted, kinds = tables.rows, calls, forward.kinds.copy()
             if first is not None and (far := beyond(config, rows) - len(every)) > first:
                 distance = max(distance, _far(logits, every, some, far, tables, apart))
             skips = bool(first) and _skips(logits, ids, every, first or 0)
             if named and not types:
-                types, blocks = _typed(forward, logits, torch.arange(len(SAMPLE), device=words.device) % len(ids), first or 0, most)
+                types, blocks = _typed(
+                    forward, logits, torch.arange(len(SAMPLE), device=words.device) % len(ids), first or 0, most
+                )
             if forward.contraries:
                 raise Unsupported(forward.contraries[0])
     except Error as error:
         raise type(error)(f"{name}: {error}") from error
     except Exception as error:
-        raise Unsupported(f"{name} does not run with packed tokens and position_ids: {type(error).__name__}: {error}") from error
+        raise Unsupported(
+            f"{name} does not run with packed tokens and position_ids: {type(error).__name__}: {error}"
+        ) from error
     finally:
         Current.forward = None
         for module in training:
@@ -217,10 +238,19 @@ def probe(model: Any, takes: frozenset[str], mixers: Mixers, kept: Kept | None =
     if not kinds and (mixers or forward.gathered):
         # No attention with kernels: any kind of layer will do for the distribution of tokens.
         left, right = forward.gathered or (UNLIMITED, 0)
-        kind = {"heads": heads, "kv_heads": heads, "head_dim": 8, "value_dim": 8, "window_left": left, "window_right": right}
+        kind = {
+            "heads": heads,
+            "kv_heads": heads,
+            "head_dim": 8,
+            "value_dim": 8,
+            "window_left": left,
+            "window_right": right,
+        }
         kinds[tuple(kind.items())] = counted
     if not kinds:
-        raise Unsupported(f"{name} has no layer with attention through AttentionInterface of Transformers, which is needed")
+        raise Unsupported(
+            f"{name} has no layer with attention through AttentionInterface of Transformers, which is needed"
+        )
     if first is None:
         raise Unsupported(
             f"{name} does not count positions from {' or '.join(map(str, firsts))}, which is not supported: without position_ids its logits differ"
@@ -235,7 +265,14 @@ def probe(model: Any, takes: frozenset[str], mixers: Mixers, kept: Kept | None =
     return Found(layers, first, rows, skips, types, named, blocks, kept is not None, runs)
 
 
-def _far(logits: Callable[..., Tensor], every: Tensor, some: Tensor, far: int, places: Places, apart: Callable[[Tensor, Tensor], float]) -> float:
+def _far(
+    logits: Callable[..., Tensor],
+    every: Tensor,
+    some: Tensor,
+    far: int,
+    places: Places,
+    apart: Callable[[Tensor, Tensor], float],
+) -> float:
     """What tokens in another order, and the model's own numbers of their places, change at positions that only long documents have."""
     usual = logits(every, far)
     counted = places.counted
@@ -257,7 +294,9 @@ def _skips(logits: Callable[..., Tensor], ids: Tensor, order: Tensor, first: int
     return others < every
 
 
-def _typed(forward: Alone, logits: Callable[..., Tensor], order: Tensor, first: int, most: float) -> tuple[int, Blocks | None]:
+def _typed(
+    forward: Alone, logits: Callable[..., Tensor], order: Tensor, first: int, most: float
+) -> tuple[int, Blocks | None]:
     """The number of types that a model without a table of types takes, 0 if it does something else with them than blocks in its masks, and
     the rule of the blocks."""
     contraries, usual = forward.contraries, logits(order, first)

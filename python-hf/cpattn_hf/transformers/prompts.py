@@ -35,12 +35,16 @@ def packed(input_ids: Tensor, attention_mask: Tensor, completion: int) -> Packed
     begin = input_ids.shape[1] - completion
     mask = attention_mask.bool()
     if bool((mask[:, begin:].int().diff(dim=1) > 0).any()):
-        raise Unsupported("share_prompts is True, and attention_mask has padding before or inside of completions: leave share_prompts out")
+        raise Unsupported(
+            "share_prompts is True, and attention_mask has padding before or inside of completions: leave share_prompts out"
+        )
     every, masks = input_ids.tolist(), mask.tolist()
     groups: dict[tuple[int, ...], list[tuple[int, list[int]]]] = {}
     for row, (ids, kept) in enumerate(zip(every, masks, strict=True)):
         prompt = tuple(token for token, one in zip(ids[:begin], kept[:begin], strict=True) if one)
-        groups.setdefault(prompt, []).append((row, [token for token, one in zip(ids[begin:], kept[begin:], strict=True) if one]))
+        groups.setdefault(prompt, []).append(
+            (row, [token for token, one in zip(ids[begin:], kept[begin:], strict=True) if one])
+        )
     pack = _Pack()
     for prompt, members in groups.items():
         answers = [(row, answer) for row, answer in members if answer]
@@ -67,7 +71,9 @@ class _Pack:
         self.lengths: list[int] = []
         self.numbers: list[tuple[int, int, int]] = []
 
-    def add(self, parent: int | None, position: int, prompt: tuple[int, ...], row: int, answer: list[int], count: int) -> int:
+    def add(
+        self, parent: int | None, position: int, prompt: tuple[int, ...], row: int, answer: list[int], count: int
+    ) -> int:
         """Adds tokens of a prompt, which count so often for a router, and an answer. Returns the number of the run."""
         begin, tokens = len(self.ids), [*prompt, *answer]
         self.ids += tokens
@@ -75,7 +81,9 @@ class _Pack:
         self.counts += [count] * len(prompt) + [1] * len(answer)
         self.labels += [-100] * len(tokens)
         for column, token in enumerate(answer):
-            if (place := begin + len(prompt) + column - 1) >= begin:  # without a prompt nothing predicts the first token
+            if (
+                place := begin + len(prompt) + column - 1
+            ) >= begin:  # without a prompt nothing predicts the first token
                 self.labels[place] = token
                 self.numbers.append((place, row, column))
         self.parents.append(parent)
@@ -86,7 +94,9 @@ class _Pack:
         def row(numbers: list[int]) -> Tensor:
             return torch.tensor([numbers], dtype=torch.int64, device=device)
 
-        slices = [one for one in tree(self.parents, self.lengths) if one.q_begin < one.q_end and one.k_begin < one.k_end]
+        slices = [
+            one for one in tree(self.parents, self.lengths) if one.q_begin < one.q_end and one.k_begin < one.k_end
+        ]
         inputs = {
             "input_ids": row(self.ids), "position_ids": row(self.positions), "shift_labels": row(self.labels), "slices": encode_slices(slices).to(device),
             "router_weights": row(self.counts).float(),
@@ -95,12 +105,16 @@ class _Pack:
         return Packed(inputs, places, rows, columns)
 
 
-def log_probabilities(model: Any, input_ids: Tensor, attention_mask: Tensor, completion: int, entropy: bool, router: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def log_probabilities(
+    model: Any, input_ids: Tensor, attention_mask: Tensor, completion: int, entropy: bool, router: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Log-probabilities and entropies of the completions' tokens, `[rows, completion]`, 0 at padding, and the router's loss."""
     pack = packed(input_ids, attention_mask, completion)
     out = model(**pack.inputs, fused_lm_head=True, **({"output_router_logits": True} if router else {}))
 
     def rows(numbers: Tensor) -> Tensor:
-        return numbers.new_zeros(len(input_ids), completion).index_put((pack.rows, pack.columns), numbers[0, pack.places])
+        return numbers.new_zeros(len(input_ids), completion).index_put(
+            (pack.rows, pack.columns), numbers[0, pack.places]
+        )
 
     return rows(out.log_probs), rows(out.entropy) if entropy else None, out.aux_loss if router else None

@@ -27,7 +27,9 @@ CONTINUOUS = "use_transformers_continuous_batching"
 def refuse_generators(arguments: Any, more: dict[str, Any]) -> None:
     """Refuses ways to generate in which ranks of a group would get other completions, from a trainer's config and its other arguments."""
     if getattr(arguments, CONTINUOUS, False):
-        raise Unsupported(f"{CONTINUOUS} is True, which is not supported: leave it out (the model generates), or set use_vllm=True and vllm_mode='server'")
+        raise Unsupported(
+            f"{CONTINUOUS} is True, which is not supported: leave it out (the model generates), or set use_vllm=True and vllm_mode='server'"
+        )
     if not getattr(arguments, "use_vllm", False):
         return
     if (mode := arguments.vllm_mode) != "server":
@@ -60,7 +62,9 @@ def generation(cp: ContextParallel, kind: type[Any]) -> type[Any]:
 
     def agree(action: str, number: int, error: Exception | None) -> None:
         """Raises on all processes what one of them has raised. All call it."""
-        failures = gather_object([] if error is None else [f"process {number} failed {action}: {type(error).__name__}: {error}"])
+        failures = gather_object(
+            [] if error is None else [f"process {number} failed {action}: {type(error).__name__}: {error}"]
+        )
         if error is not None:
             raise error
         if failures:
@@ -71,7 +75,9 @@ def generation(cp: ContextParallel, kind: type[Any]) -> type[Any]:
 
         def _init_vllm(self) -> None:
             accelerator, error = self.accelerator, None
-            accelerator.wait_for_everyone = lambda: None  # `agree` waits too, and a process that failed takes part in it
+            accelerator.wait_for_everyone = lambda: (
+                None
+            )  # `agree` waits too, and a process that failed takes part in it
             try:
                 super()._init_vllm()
                 if accelerator.is_main_process:  # TRL asks once more, outside of `agree`, what the server is
@@ -99,15 +105,32 @@ def generation(cp: ContextParallel, kind: type[Any]) -> type[Any]:
                 self._walk = None
             agree("at sending weights to the vLLM server", cp._number, error)
 
-        def generate(self, prompts: list[Any], images: list[Any] | None, num_generations: int, profiler: Any = None) -> tuple[Any, ...]:
+        def generate(
+            self, prompts: list[Any], images: list[Any] | None, num_generations: int, profiler: Any = None
+        ) -> tuple[Any, ...]:
             mine = cp.rank == 0
             every = gather_object([(prompts, images if images is not None else [None] * len(prompts))] if mine else [])
             result: Any = None
             if self.accelerator.is_main_process:
                 try:
-                    result = "completions", self._ask([one for part, _ in every for one in part], [one for _, part in every for one in part], num_generations, profiler)
+                    result = (
+                        "completions",
+                        self._ask(
+                            [one for part, _ in every for one in part],
+                            [one for _, part in every for one in part],
+                            num_generations,
+                            profiler,
+                        ),
+                    )
                 except Exception as caught:
-                    broadcast_object_list([("failure", f"process 0 failed at a request to the vLLM server: {type(caught).__name__}: {caught}")])
+                    broadcast_object_list(
+                        [
+                            (
+                                "failure",
+                                f"process 0 failed at a request to the vLLM server: {type(caught).__name__}: {caught}",
+                            )
+                        ]
+                    )
                     raise
             result = broadcast_object_list([result])[0]
             if result[0] == "failure":
@@ -119,7 +142,10 @@ def generation(cp: ContextParallel, kind: type[Any]) -> type[Any]:
             """TRL's request, as of a job of one process."""
             module: Any = sys.modules[kind.generate.__module__]
             usual = module.gather_object, module.broadcast_object_list
-            module.gather_object, module.broadcast_object_list = (lambda whole: whole), (lambda whole, from_process=0: whole)
+            module.gather_object, module.broadcast_object_list = (
+                (lambda whole: whole),
+                (lambda whole, from_process=0: whole),
+            )
             try:
                 found: tuple[Any, ...] = super().generate(prompts, images, num_generations, profiler)
             finally:

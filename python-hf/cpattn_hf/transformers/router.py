@@ -59,11 +59,20 @@ def _sums(layers: list[Tensor], chosen: int, weights: Tensor | None = None) -> T
     counts as often as its weight says."""
     experts, device = layers[0].shape[-1], layers[0].device
     # f64: the number of tokens times layers may exceed 2**24.
-    counts, total = torch.zeros(experts, dtype=torch.float64, device=device), torch.zeros(experts, dtype=torch.float64, device=device)
-    each = torch.ones(len(layers[0]), dtype=torch.float64, device=device) if weights is None else weights.to(device, torch.float64)
+    counts, total = (
+        torch.zeros(experts, dtype=torch.float64, device=device),
+        torch.zeros(experts, dtype=torch.float64, device=device),
+    )
+    each = (
+        torch.ones(len(layers[0]), dtype=torch.float64, device=device)
+        if weights is None
+        else weights.to(device, torch.float64)
+    )
     for logits in layers:
         shares = logits.softmax(-1)
-        counts = counts + shares.topk(chosen, dim=-1).indices.flatten().bincount(each.repeat_interleave(chosen), minlength=experts)
+        counts = counts + shares.topk(chosen, dim=-1).indices.flatten().bincount(
+            each.repeat_interleave(chosen), minlength=experts
+        )
         total = total + each @ shares.double()
     return torch.cat([counts, total, each.sum()[None] * len(layers)])
 
@@ -83,7 +92,9 @@ def router_loss(cp: ContextParallel, forward: Forward, given: Tensor, factor: fl
     if known:
         mine = _loss(_sums(layers, chosen)).detach()
         near = 1e-4 if layers[0].dtype in (torch.float32, torch.float64) else 2e-2
-        known = bool(torch.isclose(given.to(mine.dtype), mine, rtol=near, atol=0, equal_nan=True))  # NaN in a model that diverges
+        known = bool(
+            torch.isclose(given.to(mine.dtype), mine, rtol=near, atol=0, equal_nan=True)
+        )  # NaN in a model that diverges
     # All ranks agree before they exchange numbers of experts.
     agreed = torch.tensor([0 if known else 1])
     forward.group.sum(agreed)

@@ -120,9 +120,13 @@ class LogProbs(Reader):
     def __init__(self, cp: ContextParallel, factor: float, temperature: float, entropy: bool, inputs: Any) -> None:
         super().__init__(cp, factor)
         if cp._kept:
-            raise Unsupported(f"logprobs of {type(cp.model).__name__}, whose head gives no words: call the model, whose logits are those of rows")
+            raise Unsupported(
+                f"logprobs of {type(cp.model).__name__}, whose head gives no words: call the model, whose logits are those of rows"
+            )
         if inputs.get("labels") is None and inputs.get("shift_labels") is None:
-            raise InvalidArgument("inputs has no labels, which are needed: the ids of the tokens whose log-probabilities you want, -100 at others")
+            raise InvalidArgument(
+                "inputs has no labels, which are needed: the ids of the tokens whose log-probabilities you want, -100 at others"
+            )
         if not (temperature := number("temperature", temperature)) > 0:
             raise InvalidArgument(f"temperature is {temperature}, more than 0 is needed")
         self.temperature, self.entropy, self.tile = temperature, entropy, cp.tile or TILE

@@ -38,7 +38,9 @@ def peers_of(model: Any) -> tuple[int, ...]:
     config = getattr(model.config, "distributed_config", None)
     for name, what in OTHERS.items():
         if (size := getattr(config, name, None) or 1) > 1:
-            raise Unsupported(f"{name} of the model's DistributedConfig is {size}, which splits {what} over ranks and is not supported beside ContextParallel: leave it out")
+            raise Unsupported(
+                f"{name} of the model's DistributedConfig is {size}, which splits {what} over ranks and is not supported beside ContextParallel: leave it out"
+            )
     sharded = {id(one) for module in model.modules() if isinstance(module, FSDPModule) for one in module.parameters()}  # type: ignore[attr-defined, unused-ignore]
     found = set[tuple[int, ...]]()
     for name, parameter in model.named_parameters():
@@ -46,7 +48,9 @@ def peers_of(model: Any) -> tuple[int, ...]:
             continue
         mesh, names = parameter.device_mesh, parameter.device_mesh.mesh_dim_names or ()
         if (at := mesh.get_coordinate()) is None:
-            raise Unsupported(f"{name} is a DTensor of a mesh {mesh.mesh.tolist()} without this rank ({dist.get_rank()}): use ContextParallel on the ranks that have it")
+            raise Unsupported(
+                f"{name} is a DTensor of a mesh {mesh.mesh.tolist()} without this rank ({dist.get_rank()}): use ContextParallel on the ranks that have it"
+            )
         if NAME in names:
             found.add(along(mesh.mesh, names, at, NAME))
         elif id(parameter) in sharded:
@@ -54,10 +58,14 @@ def peers_of(model: Any) -> tuple[int, ...]:
         elif mesh.ndim == 1:
             found.add(tuple(mesh.mesh.tolist()))
         else:
-            raise Unsupported(f"{name} is a DTensor of a mesh with the dimensions {names}, and none of them is {NAME!r}: name that of tensor parallelism so")
+            raise Unsupported(
+                f"{name} is a DTensor of a mesh with the dimensions {names}, and none of them is {NAME!r}: name that of tensor parallelism so"
+            )
     found = {one for one in found if len(one) > 1}
     if len(found) > 1:
-        raise Unsupported(f"parameters of {type(model).__name__} are split over the ranks {sorted(found)}, different ones for different parameters: one list is needed")
+        raise Unsupported(
+            f"parameters of {type(model).__name__} are split over the ranks {sorted(found)}, different ones for different parameters: one list is needed"
+        )
     return found.pop() if found else ()
 
 
@@ -109,14 +117,21 @@ class Peers:
             compare(self.transport, "batches", digest(data), f"{need} batch, with one distribution of its tokens")
             drawn = generators(next(model.parameters()).device) if model.training and _draws(model) else []
             states = b"".join(one.get_state().numpy().tobytes() for one in drawn)
-            compare(self.transport, "random generators", digest(states), f"{need} draws of dropout: torch.manual_seed with one number on all")
+            compare(
+                self.transport,
+                "random generators",
+                digest(states),
+                f"{need} draws of dropout: torch.manual_seed with one number on all",
+            )
         digests(group, "batches or random generators", 1)
 
     def refuse(self, kind: str, parts: Mapping[str, object]) -> None:
         """Refuses what counts the heads of the whole model, or was not tried."""
         for what, there in parts.items():
             if self.ranks and there:
-                raise Unsupported(f"{kind} is split over {len(self.ranks)} ranks by tensor parallelism and has {what}, which is not supported: load it without tensor parallelism")
+                raise Unsupported(
+                    f"{kind} is split over {len(self.ranks)} ranks by tensor parallelism and has {what}, which is not supported: load it without tensor parallelism"
+                )
 
     def close(self) -> None:
         if self.transport is not None:
@@ -128,4 +143,6 @@ def _draws(model: Any) -> bool:
     """Whether a model has dropout, as a module or by its config."""
     config = model.config.get_text_config().to_dict()
     modules = any(isinstance(one, torch.nn.Dropout) and one.p > 0 for one in model.modules())
-    return modules or any("drop" in name and isinstance(value, int | float) and value > 0 for name, value in config.items())
+    return modules or any(
+        "drop" in name and isinstance(value, int | float) and value > 0 for name, value in config.items()
+    )

@@ -40,7 +40,9 @@ TILE = 1024
 def in_tiles(cp: ContextParallel, model: Any, forward: Forward, kwargs: dict[str, Any]) -> Tensor:
     """The summed loss of this rank's tokens, `cp.tile` of them at a time."""
     assert forward.hidden is not None
-    total: Tensor = sum(tiles(cp, model, forward, kwargs, summed, forward.weights), forward.hidden.new_zeros((), dtype=torch.float32))
+    total: Tensor = sum(
+        tiles(cp, model, forward, kwargs, summed, forward.weights), forward.hidden.new_zeros((), dtype=torch.float32)
+    )
     return total
 
 

@@ -53,7 +53,9 @@ def costs(events: Iterable[Event]) -> dict[int, Costs]:
     found = {}
     for rank in sorted({one.rank for one in every}):
         mine = [one for one in every if one.rank == rank]
-        computing, communicating = (busy((one.start_ns, one.end_ns) for one in mine if one.lane == lane) for lane in (COMPUTE, COMMUNICATION))
+        computing, communicating = (
+            busy((one.start_ns, one.end_ns) for one in mine if one.lane == lane) for lane in (COMPUTE, COMMUNICATION)
+        )
         computed, communicated = (sum(end - begin for begin, end in spans) for spans in (computing, communicating))
         found[rank] = Costs(computed, communicated, common(computing, communicating), sum(one.bytes for one in mine))
     return found

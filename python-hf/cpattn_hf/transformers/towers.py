@@ -41,7 +41,9 @@ def patches_of(given: dict[str, Any]) -> list[int]:
     """The number of patches of each image; 1 for all, where the arguments do not say it."""
     pixels, grids, sizes = given.get(PIXELS), given.get(GRIDS), given.get("image_sizes")
     if not isinstance(pixels, Tensor) or not pixels.ndim:
-        raise Unsupported(f"{PIXELS} is a {type(pixels).__name__}, a tensor is needed for vision='shard': leave vision out")
+        raise Unsupported(
+            f"{PIXELS} is a {type(pixels).__name__}, a tensor is needed for vision='shard': leave vision out"
+        )
     if isinstance(grids, Tensor):
         patches = grids.prod(-1).tolist()
         if sum(patches) != len(pixels):
@@ -80,18 +82,35 @@ class Features:
         else:
             self.leaves = [out]
         for leaf in self.leaves:
-            if not isinstance(leaf, Tensor | list | tuple) or len(leaf) != images or not all(isinstance(one, Tensor) for one in leaf):
-                kind = f"the shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else f"{len(leaf)} parts" if isinstance(leaf, list | tuple) else repr(leaf)
-                raise Unsupported(f"the model's features of {images} images have {kind}, an entry for each image is needed for vision='shard': leave vision out")
+            if (
+                not isinstance(leaf, Tensor | list | tuple)
+                or len(leaf) != images
+                or not all(isinstance(one, Tensor) for one in leaf)
+            ):
+                kind = (
+                    f"the shape {tuple(leaf.shape)}"
+                    if isinstance(leaf, Tensor)
+                    else f"{len(leaf)} parts"
+                    if isinstance(leaf, list | tuple)
+                    else repr(leaf)
+                )
+                raise Unsupported(
+                    f"the model's features of {images} images have {kind}, an entry for each image is needed for vision='shard': leave vision out"
+                )
 
     def whole(self, leaves: list[list[Tensor]]) -> Any:
         """The result for all images. Other fields of it are those of this rank's images only, and are left out."""
-        made = [torch.stack(new) if isinstance(old, Tensor) else type(old)(new) for old, new in zip(self.leaves, leaves, strict=True)]
+        made = [
+            torch.stack(new) if isinstance(old, Tensor) else type(old)(new)
+            for old, new in zip(self.leaves, leaves, strict=True)
+        ]
         if not isinstance(self.out, ModelOutput):
             return made[0]
         kind: Any = type(self.out)
         needed = [one.name for one in dataclasses.fields(kind) if one.default is dataclasses.MISSING]
-        fields = dict.fromkeys(needed) | {self._name: made[0]} | ({"deepstack_features": made[1:]} if self._layers else {})
+        fields = (
+            dict.fromkeys(needed) | {self._name: made[0]} | ({"deepstack_features": made[1:]} if self._layers else {})
+        )
         return kind(**fields)
 
 
@@ -105,7 +124,9 @@ class Exchanged(torch.autograd.Function):
         whole = mine.new_empty(sum(counts), width)
         size = width * mine.element_size()
         data = mine.view(-1).view(torch.uint8).repeat(len(counts))
-        group.exchange(whole.view(-1).view(torch.uint8), data, [n * size for n in counts], [len(mine) * size] * len(counts))
+        group.exchange(
+            whole.view(-1).view(torch.uint8), data, [n * size for n in counts], [len(mine) * size] * len(counts)
+        )
         return whole.to(rows.device)
 
     @staticmethod
@@ -115,7 +136,12 @@ class Exchanged(torch.autograd.Function):
         arrived = sent.new_empty(len(counts) * own, width)
         size = width * sent.element_size()
         group: Collectives = ctx.group
-        group.exchange(arrived.view(-1).view(torch.uint8), sent.view(-1).view(torch.uint8), [own * size] * len(counts), [n * size for n in counts])
+        group.exchange(
+            arrived.view(-1).view(torch.uint8),
+            sent.view(-1).view(torch.uint8),
+            [own * size] * len(counts),
+            [n * size for n in counts],
+        )
         wide = arrived if arrived.dtype == torch.float64 else arrived.float()
         return wide.view(len(counts), own, width).sum(0).to(gradient).view(own, width), None, None, None
 
@@ -144,13 +170,17 @@ def sharded(forward: Forward, usual: Callable[..., Any], *args: Any, **kwargs: A
     if failed is not None:
         raise failed
     if others := said.nonzero().flatten().tolist():
-        raise InvalidArgument(f"ranks {others} of this group failed at the images that they compute: see the error of these ranks")
+        raise InvalidArgument(
+            f"ranks {others} of this group failed at the images that they compute: see the error of these ranks"
+        )
     assert found is not None
     whole = [_all(forward, list(leaf), dealt, rank, group) for leaf in found.leaves]
     return found.whole(whole)
 
 
-def _all(forward: Forward, features: list[Tensor], dealt: list[list[int]], rank: int, group: Collectives) -> list[Tensor]:
+def _all(
+    forward: Forward, features: list[Tensor], dealt: list[list[int]], rank: int, group: Collectives
+) -> list[Tensor]:
     """The features of all images, from those of this rank's images."""
     mine = dealt[rank]
     rows = torch.cat([one.reshape(-1, one.shape[-1]) for one in features])[: None if mine else 0]

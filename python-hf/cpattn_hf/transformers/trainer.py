@@ -24,14 +24,20 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
 }
 
 
-
 def _reentrant(model: torch.nn.Module, args: Any) -> bool:
     """Whether layers are computed again by reentrant checkpointing, as the arguments of a trainer say or the model itself."""
-    for name in ("activation_checkpointing", "gradient_checkpointing"):  # the same, under its newer name and its older one
+    for name in (
+        "activation_checkpointing",
+        "gradient_checkpointing",
+    ):  # the same, under its newer name and its older one
         if vars(args).get(name):
             # Without the argument, Trainer's checkpointing is not reentrant.
             return bool((vars(args).get(f"{name}_kwargs") or {}).get("use_reentrant"))
-    functions = (getattr(module, "_gradient_checkpointing_func", None) for module in model.modules() if getattr(module, "gradient_checkpointing", False))
+    functions = (
+        getattr(module, "_gradient_checkpointing_func", None)
+        for module in model.modules()
+        if getattr(module, "gradient_checkpointing", False)
+    )
     return any(getattr(function, "keywords", {}).get("use_reentrant") for function in functions)
 
 
@@ -49,7 +55,9 @@ def trainer(cp: ContextParallel, kind: type[Any], send_batches: bool = False, sh
         raise InvalidArgument(f"the trainer is {kind!r}, a subclass of transformers.Trainer is needed")
     mine = kind.compute_loss.__module__
     # A subclass of Trainer with a compute_loss around Trainer's, which is looked at in each step.
-    around = mine not in KNOWN and [one.__module__ for one in kind.__mro__ if "compute_loss" in vars(one) and one.__module__ in KNOWN] == ["transformers.trainer"]
+    around = mine not in KNOWN and [
+        one.__module__ for one in kind.__mro__ if "compute_loss" in vars(one) and one.__module__ in KNOWN
+    ] == ["transformers.trainer"]
     if mine not in KNOWN and not around:
         raise Unsupported(
             f"{kind.__name__} computes its loss in {mine}, the loss of Trainer, with or without a compute_loss around it, or of TRL's SFT, DPO, KTO, reward, GRPO or RLOO "
@@ -69,7 +77,11 @@ def trainer(cp: ContextParallel, kind: type[Any], send_batches: bool = False, sh
 
     def of_trainer(self: Any, model: Any, inputs: Any, num_items_in_batch: Any) -> tuple[Any, Any]:
         loss, out = Trainer.compute_loss(self, model, inputs, True, num_items_in_batch)
-        if self.args.average_tokens_across_devices and self.model_accepts_loss_kwargs and num_items_in_batch is not None:
+        if (
+            self.args.average_tokens_across_devices
+            and self.model_accepts_loss_kwargs
+            and num_items_in_batch is not None
+        ):
             loss = loss / cp.ranks  # Trainer multiplied by the number of processes, not of replicas
         return loss, out
 
@@ -78,7 +90,9 @@ def trainer(cp: ContextParallel, kind: type[Any], send_batches: bool = False, sh
 
         computed: list[tuple[Any, int | None]]
 
-        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+        def compute_loss(
+            self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+        ) -> Any:
             loss, out = of_trainer(self, model, inputs, num_items_in_batch)
             self.computed.append((loss, _changes(loss)))
             return (loss, out) if return_outputs else loss
@@ -97,7 +111,9 @@ def trainer(cp: ContextParallel, kind: type[Any], send_batches: bool = False, sh
             super().__init__(*args, **kwargs)
             self._refuse_parallelism()
             if callable(self.compute_loss_func) or self.label_smoother is not None:
-                raise Unsupported("compute_loss_func and label smoothing are not supported: the loss is the model's own")
+                raise Unsupported(
+                    "compute_loss_func and label smoothing are not supported: the loss is the model's own"
+                )
             for option, supported in options.items():
                 if (given := getattr(self.args, option, None)) not in supported:
                     needed = " or ".join(map(repr, supported))
@@ -116,17 +132,23 @@ def trainer(cp: ContextParallel, kind: type[Any], send_batches: bool = False, sh
 
         def _refuse_sums(self) -> None:
             if (given := cp._alike["gradients"]) != "mean":
-                raise InvalidArgument(f"gradients is {given!r}, and a trainer takes the mean over all processes (DDP, FSDP, DeepSpeed): 'mean' is needed")
+                raise InvalidArgument(
+                    f"gradients is {given!r}, and a trainer takes the mean over all processes (DDP, FSDP, DeepSpeed): 'mean' is needed"
+                )
             plugin = getattr(self.accelerator.state, "deepspeed_plugin", None)
             if plugin is not None and (given := plugin.deepspeed_config.get("gradient_allreduce_op", "mean")) != "mean":
-                raise Unsupported(f"gradient_allreduce_op of DeepSpeed's config is {given!r}, which is not supported in a trainer: leave it out")
+                raise Unsupported(
+                    f"gradient_allreduce_op of DeepSpeed's config is {given!r}, which is not supported in a trainer: leave it out"
+                )
 
         def _refuse_parallelism(self) -> None:
             """Trainer itself would split batches over the same ranks, and multiply the loss. Its context parallelism is this one (`accelerated`)."""
             config = getattr(self.accelerator, "parallelism_config", None)
             for name in ("sp_size", "tp_size"):
                 if (size := getattr(config, name, None) or 1) > 1:
-                    raise Unsupported(f"{name} of accelerate's ParallelismConfig is {size}, which is not supported together with ContextParallel: leave it out")
+                    raise Unsupported(
+                        f"{name} of accelerate's ParallelismConfig is {size}, which is not supported together with ContextParallel: leave it out"
+                    )
             if (size := getattr(config, "cp_size", None) or 1) > 1 and size != cp.ranks:
                 raise InvalidArgument(
                     f"cp_size of accelerate's ParallelismConfig is {size}, and ContextParallel has {cp.replicas} groups of {cp.ranks} ranks: give it "
@@ -202,7 +224,9 @@ def trainer(cp: ContextParallel, kind: type[Any], send_batches: bool = False, sh
             return super().floating_point_ops(inputs) / cp.ranks
 
         def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
-            if not self.model_accepts_loss_kwargs or not all("labels" in batch or "shift_labels" in batch for batch in batch_samples):
+            if not self.model_accepts_loss_kwargs or not all(
+                "labels" in batch or "shift_labels" in batch for batch in batch_samples
+            ):
                 return None
             count = torch.tensor(sum(cp.count(batch) for batch in batch_samples), device=device)
             if self.args.average_tokens_across_devices and cp.replicas > 1:
@@ -214,12 +238,20 @@ def trainer(cp: ContextParallel, kind: type[Any], send_batches: bool = False, sh
         ) -> Any:
             if own or around:
                 self.computed = []
-                found: Any = super().compute_loss(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
+                found: Any = super().compute_loss(
+                    model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
+                )
                 loss, out = found if return_outputs else (found, {})
                 computed, self.computed = self.computed, []  # which would keep the graph of the loss
                 if around and not (len(computed) == 1 and loss is computed[0][0] and _changes(loss) == computed[0][1]):
                     changed = len(computed) == 1 and loss is computed[0][0]
-                    did = "changed its loss in place" if changed else "returned another loss" if computed else "returned its own loss"
+                    did = (
+                        "changed its loss in place"
+                        if changed
+                        else "returned another loss"
+                        if computed
+                        else "returned its own loss"
+                    )
                     raise Unsupported(
                         f"{usual_kind.__name__}.compute_loss of {mine} called super().compute_loss {len(computed)} times and {did}; one call is needed, whose loss it "
                         "returns as it is: what a rank computes beside it is of its own tokens. For log-probabilities of all tokens: cp.logprobs"
@@ -258,12 +290,16 @@ def trainer(cp: ContextParallel, kind: type[Any], send_batches: bool = False, sh
             finally:
                 self._preprocess, self.preprocess_logits_for_metrics = None, usual
 
-        def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> tuple[Any, Any, Any]:
+        def prediction_step(
+            self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
+        ) -> tuple[Any, Any, Any]:
             if send_batches:
                 inputs = self._sent(inputs)
             self._own_logits = usual_step
             try:
-                loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
+                loss, logits, labels = super().prediction_step(
+                    model, inputs, prediction_loss_only, ignore_keys=ignore_keys
+                )
             finally:
                 self._own_logits = False
             # Without labels Trainer calls the model itself, not compute_loss.

@@ -78,7 +78,11 @@ class Views:
                     f"position_ids of documents begin with {sorted(set(begins.tolist()))[:5]}, and the model has chunked attention, whose chunks begin "
                     "with the document: give position_ids that begin with 0, or leave them out"
                 )
-            blocks = self._rule.of(pack.types, pack.cu_seqlens) if self._rule is not None and pack.types is not None else None
+            blocks = (
+                self._rule.of(pack.types, pack.cu_seqlens)
+                if self._rule is not None and pack.types is not None
+                else None
+            )
             self._slices[expression] = slices_of(expression, pack.cu_seqlens, blocks)
         return self._slices[expression]
 

@@ -74,7 +74,9 @@ def whole_parts(model: nn.Module) -> Iterator[None]:
         whole.difference_update(mine)
         context.__exit__(None, None, None)
 
-    layers = [layer for module in model.modules() if isinstance(module, nn.ModuleList) for layer in module if in_parts(layer)]
+    layers = [
+        layer for module in model.modules() if isinstance(module, nn.ModuleList) for layer in module if in_parts(layer)
+    ]
     inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
     hooks = [layer.register_forward_pre_hook(lambda layer, _: enter(layer, layer.parameters())) for layer in layers]
     hooks += [layer.register_forward_hook(leave, always_call=True) for layer in layers]
@@ -117,13 +119,19 @@ def _blocks(outer: nn.Module, layers: Set[nn.Module]) -> Iterator[nn.Module]:
 def _whole(shared: bool, block: nn.Module, args: tuple[Any, ...]) -> None:
     """Before the forward of a block that ZeRO-3 gathers at once: it reduces the gradients when those of the block's positional inputs are there,
     which is at once if none of them has any."""
-    if not torch.is_grad_enabled() or not any(hasattr(one, "ds_id") and one.requires_grad for one in block.parameters()):
+    if not torch.is_grad_enabled() or not any(
+        hasattr(one, "ds_id") and one.requires_grad for one in block.parameters()
+    ):
         return
     name, given = type(block).__name__, [one for one in args if isinstance(one, Tensor) and one.is_floating_point()]
     if shared:
-        raise Unsupported(f"{name} shares parameters with another block, whose gradients ZeRO-3 would reduce too early: use ZeRO-2 or FSDP2")
+        raise Unsupported(
+            f"{name} shares parameters with another block, whose gradients ZeRO-3 would reduce too early: use ZeRO-2 or FSDP2"
+        )
     if not given:
-        raise Unsupported(f"{name} is called without a positional tensor, for which ZeRO-3 would reduce its gradients too early: use ZeRO-2 or FSDP2")
+        raise Unsupported(
+            f"{name} is called without a positional tensor, for which ZeRO-3 would reduce its gradients too early: use ZeRO-2 or FSDP2"
+        )
     if not any(one.requires_grad for one in given):
         given[0].requires_grad_()
 
@@ -140,9 +148,13 @@ def refuse_parallel() -> None:
         )
     split = getattr(groups, "_TENSOR_MODEL_PARALLEL_GROUP", None)  # from DeepSpeed 0.16.4 on
     if (size := groups._get_model_parallel_world_size() if split is None else groups.dist.get_world_size(split)) > 1:
-        raise Unsupported(f"DeepSpeed's tensor parallelism is on, over {size} ranks (autotp_size, tp_model_init, mpu): leave it out")
+        raise Unsupported(
+            f"DeepSpeed's tensor parallelism is on, over {size} ranks (autotp_size, tp_model_init, mpu): leave it out"
+        )
     if groups._EXPERT_PARALLEL_GROUP:
-        raise Unsupported("DeepSpeed's expert parallelism is on (expert_parallel, deepspeed.moe), which was not tried together with this: leave it out")
+        raise Unsupported(
+            "DeepSpeed's expert parallelism is on (expert_parallel, deepspeed.moe), which was not tried together with this: leave it out"
+        )
 
 
 def refuse_combining(model: nn.Module, gradients: str) -> None:
@@ -150,7 +162,9 @@ def refuse_combining(model: nn.Module, gradients: str) -> None:
     if (mean := _mean(model)) is None:
         return
     if mean and gradients == "sum":
-        raise InvalidArgument("gradients is 'sum', and DeepSpeed takes the mean of gradients over all processes: 'mean' is needed")
+        raise InvalidArgument(
+            "gradients is 'sum', and DeepSpeed takes the mean of gradients over all processes: 'mean' is needed"
+        )
     if not mean and gradients == "mean":
         raise InvalidArgument(
             "gradients is 'mean', and gradient_allreduce_op of DeepSpeed's config is 'sum': leave gradient_allreduce_op out, or give gradients='sum'"

@@ -138,12 +138,16 @@ def _run_all(call: Call, deposits: Sequence[Deposit]) -> list[list[Any]]:
     """The results of each rank's operation."""
     if failure := next((deposit.failure for deposit in deposits if deposit.failure), None):
         raise failure
-    assert [deposit.rank for deposit in deposits] == list(range(call.context.world)), "the all-gather is in the axis' order"
+    assert [deposit.rank for deposit in deposits] == list(range(call.context.world)), (
+        "the all-gather is in the axis' order"
+    )
     q, k, v, ends = deposits[0].arrays[:4]
     for deposit in deposits:
         if not np.array_equal(deposit.arrays[3], ends):
             mine, theirs = (_in_words(x.tolist()) for x in (ends, deposit.arrays[3]))
-            raise InvalidArgument(f"{mine} on rank 0 and {theirs.removeprefix('cu_seqlens is ')} on rank {deposit.rank}: give the same to all ranks")
+            raise InvalidArgument(
+                f"{mine} on rank 0 and {theirs.removeprefix('cu_seqlens is ')} on rank {deposit.rank}: give the same to all ranks"
+            )
     batch = call.context._batch_of(packing_of(ends.tolist(), call.slices))
     batch.check_rows(len(q))
     plan = batch.layer(q, k, v, call.sinks, call.layer)
@@ -154,13 +158,17 @@ def _run_all(call: Call, deposits: Sequence[Deposit]) -> list[list[Any]]:
 def _in_words(numbers: Sequence[int]) -> str:
     """The documents and slices of a batch, for messages."""
     packing = packing_of(numbers, None)
-    slices = "" if packing.slices is None else f" with {len(packing.slices)} slices {[tuple(s) for s in packing.slices]}"
+    slices = (
+        "" if packing.slices is None else f" with {len(packing.slices)} slices {[tuple(s) for s in packing.slices]}"
+    )
     return f"cu_seqlens is {list(packing.cu_seqlens)}{slices}"
 
 
 def _memory(array: Any) -> Memory:
     """A compact array, also of a type that NumPy does not export. The caller keeps the array alive."""
-    return Memory(array.ctypes.data, array.shape, 8 * array.dtype.itemsize, code=4 if array.dtype.name == "bfloat16" else 2)
+    return Memory(
+        array.ctypes.data, array.shape, 8 * array.dtype.itemsize, code=4 if array.dtype.name == "bfloat16" else 2
+    )
 
 
 def _tensors(**arrays: Any) -> dict[str, Any]:
@@ -181,7 +189,9 @@ def _forward(plan: Plan, number: int, rank: Rank, q: Any, k: Any, v: Any, _ends:
     return [o, np.pad(lse, ((0, 0), (0, rows - tokens)))[:, :, None]]
 
 
-def _backward(call: Call, plan: Plan, number: int, rank: Rank, q: Any, k: Any, v: Any, _ends: Any, *more: Any) -> list[Any]:
+def _backward(
+    call: Call, plan: Plan, number: int, rank: Rank, q: Any, k: Any, v: Any, _ends: Any, *more: Any
+) -> list[Any]:
     *sinks, o, lse, d_o = more[:-1] if call.lse else more
     tokens = plan.share(number).q_tokens
     inputs = {"q": q, "k": k, "v": v, "o": o, "d_o": d_o}
@@ -207,7 +217,10 @@ def _shapes(q: Any, k: Any, v: Any, _ends: Any, *more: Any, call: Call) -> list[
     if call.backward:
         return [q, k, v, *more[: -4 if call.lse else -3]]
     accumulator = _accumulator(np.dtype(q.dtype))
-    return [q.update(shape=(*q.shape[:2], v.shape[2])), q.update(shape=(q.shape[1], q.shape[0], 1), dtype=np.dtype(accumulator))]
+    return [
+        q.update(shape=(*q.shape[:2], v.shape[2])),
+        q.update(shape=(q.shape[1], q.shape[0], 1), dtype=np.dtype(accumulator)),
+    ]
 
 
 def _steps(*operands: Any, call: Call) -> Any:
@@ -273,7 +286,9 @@ Slices = tuple[Slice, ...] | None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def attention(context: Context, layer: Layer, slices: Slices, with_lse: bool, q: Any, k: Any, v: Any, ends: Any, sinks: Any) -> Any:
+def attention(
+    context: Context, layer: Layer, slices: Slices, with_lse: bool, q: Any, k: Any, v: Any, ends: Any, sinks: Any
+) -> Any:
     """o, or o and lse [heads, rows]."""
     return _attend(context, layer, slices, with_lse, q, k, v, ends, sinks)[0]
 

@@ -84,7 +84,9 @@ class Context(PackedContext):
         if mesh is not None:
             devices = instance("mesh", mesh, jax.sharding.Mesh, "a jax.sharding.Mesh is needed").devices.flat
             if axis not in mesh.axis_names:
-                raise refused("axis", axis, f"one of the mesh's axes is needed: {', '.join(map(repr, mesh.axis_names))}")
+                raise refused(
+                    "axis", axis, f"one of the mesh's axes is needed: {', '.join(map(repr, mesh.axis_names))}"
+                )
             for device in devices:
                 if device.platform != "cpu" or device.process_index != jax.process_index():
                     raise Unsupported(
@@ -92,10 +94,16 @@ class Context(PackedContext):
                         "needed; for several processes use cpattn.torch.Context, or cpattn.Rank over your own transport"
                     )
             self.world = mesh.shape[axis]
-        self._kind: dict[str, Any] = {"heads": at_least_1("heads", heads), "head_dim": at_least_1("head_dim", head_dim), **options}
+        self._kind: dict[str, Any] = {
+            "heads": at_least_1("heads", heads),
+            "head_dim": at_least_1("head_dim", head_dim),
+            **options,
+        }
         refuse_per_document("", options)
         if checked(options, heads).get("dropout"):
-            raise Unsupported(f"dropout is {options['dropout']}, which is not supported here: leave it out, or use cpattn.torch or cpattn.Rank")
+            raise Unsupported(
+                f"dropout is {options['dropout']}, which is not supported here: leave it out, or use cpattn.torch or cpattn.Rank"
+            )
         over_all(Plan([0, 1], world=self.world, **self._kind))
         self._deadline = max(1, round(1000 * checked_timeout(timeout)))
         self._workers = whole("workers", workers, 1, 1024)
@@ -154,7 +162,9 @@ class Context(PackedContext):
             instance(name, x, jax.Array | np.ndarray, "an array of JAX or NumPy is needed")
             dtype = "float32" if name == "sinks" else str(q.dtype)
             if str(x.dtype) != dtype or dtype not in DTYPES:
-                raise InvalidArgument(f"{name}.dtype is {x.dtype}, {dtype if dtype in DTYPES else ' or '.join(DTYPES)} is needed")
+                raise InvalidArgument(
+                    f"{name}.dtype is {x.dtype}, {dtype if dtype in DTYPES else ' or '.join(DTYPES)} is needed"
+                )
             if name != "sinks" and (x.ndim != 3 or len(x) != len(q)):
                 alike = "" if name == "q" else f", with the number of rows of q, {len(q)}"
                 raise InvalidArgument(f"{name} has the shape {x.shape}, [rows, heads, dim] is needed{alike}")
@@ -168,9 +178,13 @@ class Context(PackedContext):
             batch.check_rows(len(q))
             plan = batch.layer(q, k, v, sinks_of(sinks), layer)
             if sinks is not None and (sinks.ndim not in (1, 2) or len(sinks) != plan.heads):
-                raise InvalidArgument(f"sinks has the shape {sinks.shape}, ({plan.heads},) or ({plan.heads}, n) is needed")
+                raise InvalidArgument(
+                    f"sinks has the shape {sinks.shape}, ({plan.heads},) or ({plan.heads}, n) is needed"
+                )
         elif cu_seqlens.ndim != 1 or not jnp.issubdtype(cu_seqlens.dtype, jnp.integer):
-            raise InvalidArgument(f"cu_seqlens is an array of {cu_seqlens.dtype} of the shape {cu_seqlens.shape}, a sequence of whole numbers is needed")
+            raise InvalidArgument(
+                f"cu_seqlens is an array of {cu_seqlens.dtype} of the shape {cu_seqlens.shape}, a sequence of whole numbers is needed"
+            )
         ends = jnp.asarray(cu_seqlens)
         over = frozenset() if self.axis is None else _axes(jax.lax.axis_index(self.axis))
         q, k, v, ends, *more = _varying_alike(over, q, k, v, ends, *(() if sinks is None else (sinks,)))
@@ -185,7 +199,9 @@ class Context(PackedContext):
                 "jax.shard_map over the axis"
             ) from error
         if size != self.world:
-            raise InvalidArgument(f"axis {self.axis!r} has {size} devices here, the context's mesh has {self.world}: use the same mesh")
+            raise InvalidArgument(
+                f"axis {self.axis!r} has {size} devices here, the context's mesh has {self.world}: use the same mesh"
+            )
         mesh = jax.sharding.get_abstract_mesh()
         if left := [name for name, size in mesh.shape.items() if size > 1 and name not in mesh.manual_axes]:
             raise Unsupported(
@@ -249,7 +265,9 @@ class Batch(Packed):
     def __init__(self, context: Context, packing: Packing, plan: Plan | None = None, rows: int | None = None) -> None:
         self.context = instance("context", context, Context)
         cu_seqlens, slices = packing.cu_seqlens, packing.slices
-        super().__init__(plan or over_all(Plan(cu_seqlens, slices=slices, world=context.world, **context._kind)), context._kind)
+        super().__init__(
+            plan or over_all(Plan(cu_seqlens, slices=slices, world=context.world, **context._kind)), context._kind
+        )
         self.cu_seqlens, self.slices = np.array(cu_seqlens, np.int32), slices
         # For `Context.attention`, in place of cu_seqlens: documents and slices.
         self.packing = self.cu_seqlens if slices is None else calls.array_of(packing)
@@ -265,7 +283,9 @@ class Batch(Packed):
     def check_rows(self, rows: int) -> None:
         """Refuses fewer rows than the longest share."""
         if rows < self.longest:
-            raise InvalidArgument(f"the number of rows per rank is {rows}, at least {self.longest} is needed, the most tokens on one rank")
+            raise InvalidArgument(
+                f"the number of rows per rank is {rows}, at least {self.longest} is needed, the most tokens on one rank"
+            )
 
     @cached_property
     def tokens(self) -> Any:
@@ -316,7 +336,9 @@ class Batch(Packed):
         if isinstance(fill, enum.Enum):
             raise refused(filling, fill, "a number is needed, not a member of an enum: are two arguments exchanged?")
         if not _holds(array.dtype, fill):
-            raise refused(filling, fill, f"which {array.dtype} cannot represent: convert {name}, or give another {filling}")
+            raise refused(
+                filling, fill, f"which {array.dtype} cannot represent: convert {name}, or give another {filling}"
+            )
         return array
 
 

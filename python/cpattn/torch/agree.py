@@ -34,7 +34,10 @@ def digests(transport: EngineTransport, what: str, mine: int) -> Sequence[int]:
     if refusing := [rank for rank, one in enumerate(answers) if one == REFUSED]:
         raise InvalidArgument(f"ranks {refusing} of this group refused their {what}: see the error of these ranks")
     if ending := [rank for rank, one in enumerate(answers) if not one & 1]:
-        raise Disagreement(f"ranks {ending} of this group end a forward pass while rank {transport.rank} begins one: did its previous one fail?", ending[0])
+        raise Disagreement(
+            f"ranks {ending} of this group end a forward pass while rank {transport.rank} begins one: did its previous one fail?",
+            ending[0],
+        )
     return answers
 
 
@@ -43,7 +46,8 @@ def compare(transport: EngineTransport, what: str, mine: int, need: str) -> None
     answers = digests(transport, what, mine)
     if others := [rank for rank, one in enumerate(answers) if one != answers[0]]:
         raise Disagreement(
-            f"the {what} of ranks {others} of this group differ from those of rank 0 (this is rank {transport.rank}): {need}", others[0]
+            f"the {what} of ranks {others} of this group differ from those of rank 0 (this is rank {transport.rank}): {need}",
+            others[0],
         )
 
 
@@ -61,7 +65,10 @@ def compare_names(transport: EngineTransport, names: Sequence[str], given: Set[s
     for name, bit in bits.items():
         if others := [rank for rank, one in enumerate(answers) if bool(one & bit) != bool(answers[0] & bit)]:
             have, lack = ([rank for rank, one in enumerate(answers) if bool(one & bit) == has] for has in (True, False))
-            raise Disagreement(f"{name} is given on the ranks {have} of this group, and not on {lack} (this is rank {transport.rank}): {need}", others[0])
+            raise Disagreement(
+                f"{name} is given on the ranks {have} of this group, and not on {lack} (this is rank {transport.rank}): {need}",
+                others[0],
+            )
 
 
 def content(value: Any) -> str:
@@ -99,7 +106,10 @@ class Total(torch.autograd.Function):
         (bits,) = struct.unpack("Q", struct.pack("d", part.item()))
         answers = transport.agree(0, transport.world, bits & ~1)
         if failed := [rank for rank, one in enumerate(answers) if one & 1 or one == REFUSED]:
-            raise Disagreement(f"ranks {failed} of this group begin a forward pass while rank {transport.rank} ends one: did their previous one fail?", failed[0])
+            raise Disagreement(
+                f"ranks {failed} of this group begin a forward pass while rank {transport.rank} ends one: did their previous one fail?",
+                failed[0],
+            )
         return torch.full_like(part, sum(struct.unpack(f"{len(answers)}d", struct.pack(f"{len(answers)}Q", *answers))))
 
     @staticmethod

@@ -36,7 +36,9 @@ def checked(kernels: str | Kernel | None, device: torch.device, workers: int) ->
     if chosen == OWN and device.type not in ("cpu", "cuda"):
         raise Unsupported(f"device is {device}, cpu or cuda is needed with kernels='cpattn': give kernels='torch'")
     if chosen != OWN and workers != 1:
-        raise InvalidArgument(f"workers is {workers}, 1 is needed with kernels={shown(chosen)}: workers are threads of kernels='cpattn'; see torch.set_num_threads")
+        raise InvalidArgument(
+            f"workers is {workers}, 1 is needed with kernels={shown(chosen)}: workers are threads of kernels='cpattn'; see torch.set_num_threads"
+        )
     if device.type == "cuda" and workers != 1:
         raise InvalidArgument(f"workers is {workers}, 1 is needed on {device}: workers are CPU threads")
     return chosen
@@ -51,7 +53,9 @@ def communicator(communicator: str | None, kernels: str | Kernel, device: torch.
     if kernels == OWN:
         return nccl.checked("own" if communicator is None else communicator, device)
     if communicator == "own":
-        raise InvalidArgument(f"communicator is 'own', 'torch' or None is needed with kernels={shown(kernels)}: messages go over the backend of the group")
+        raise InvalidArgument(
+            f"communicator is 'own', 'torch' or None is needed with kernels={shown(kernels)}: messages go over the backend of the group"
+        )
     return nccl.checked("torch" if communicator is None else communicator, torch.device("cuda"))
 
 

@@ -33,7 +33,13 @@ class Combining:
     _combines: dict[tuple[Any, ...], Plan]
 
     def combine(
-        self, o: Tensor, lse: Tensor, *, to: CombineTo | str = CombineTo.ALL, sinks: Tensor | None = None, dtype: torch.dtype | None = None
+        self,
+        o: Tensor,
+        lse: Tensor,
+        *,
+        to: CombineTo | str = CombineTo.ALL,
+        sinks: Tensor | None = None,
+        dtype: torch.dtype | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Merges partial results of the same queries over all ranks of the context: decode context parallelism. Each rank has attended to
         its own part of the keys, with any kernel that returns lse. All ranks call it with the same shapes. Not differentiable.
@@ -68,5 +74,14 @@ class Combining:
         merged = o.new_empty(rows, own, dim, dtype=dtype)
         merged_lse = o.new_empty(own, rows, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
         own_sinks = None if sinks is None else sinks.detach().contiguous()
-        self.rank.combine(plan, to, _stream(self.rank, o), partial_o=_rows(o), partial_lse=lse.detach(), sinks=own_sinks, o=merged, lse=merged_lse)
+        self.rank.combine(
+            plan,
+            to,
+            _stream(self.rank, o),
+            partial_o=_rows(o),
+            partial_lse=lse.detach(),
+            sinks=own_sinks,
+            o=merged,
+            lse=merged_lse,
+        )
         return merged, merged_lse

@@ -102,18 +102,34 @@ class Context(PackedContext, Combining):
         **options: Unpack[PlanOptions],
     ) -> None:
         heads, head_dim = at_least_1("heads", heads), at_least_1("head_dim", head_dim)
-        more = ("group", "heads", "head_dim", "dtype", "device", "timeout", "workers", "plans", "own_tokens", "layers", "communicator")
+        more = (
+            "group",
+            "heads",
+            "head_dim",
+            "dtype",
+            "device",
+            "timeout",
+            "workers",
+            "plans",
+            "own_tokens",
+            "layers",
+            "communicator",
+        )
         checked({name: value for name, value in options.items() if name != nodes.ARGUMENT}, heads, "Context", more)  # type: ignore[arg-type]
         refuse_per_document("", options)
         super().__init__(plans)
         workers = at_least_1("workers", workers)
         own_tokens, self._layers = flag("own_tokens", own_tokens), kinds_of("layers", layers)
         if any("slices" in kind for _, kind in self._layers):
-            raise InvalidArgument("layers: a kind of layer has slices, which belong to a batch: give them to `batch`, or to its `with_slices`")
+            raise InvalidArgument(
+                "layers: a kind of layer has slices, which belong to a batch: give them to `batch`, or to its `with_slices`"
+            )
         for _, kind in self._layers:
             refuse_per_document("layers: ", kind)
         if self._layers and (chosen := [name for name in CHOSEN if options.get(name)]):
-            raise InvalidArgument(f"layers and {chosen[0]} are both given, but layers choose {chosen[0]}: leave one of them out")
+            raise InvalidArgument(
+                f"layers and {chosen[0]} are both given, but layers choose {chosen[0]}: leave one of them out"
+            )
         if (known := attempt(DTYPES.get, dtype)) is None:
             raise refused("dtype", dtype, f"one of {', '.join(map(str, DTYPES))} is needed")
         if isinstance(device, bool | enum.Enum) or (on := attempt(torch.device, device)) is None:
@@ -144,7 +160,11 @@ class Context(PackedContext, Combining):
         self.rank: Rank | Executor
         if self.kernel is not None:
             try:
-                self.rank = Executor(self.transport, Network(choice.process_group(group), self._members, self.device, timeout), self.kernel)
+                self.rank = Executor(
+                    self.transport,
+                    Network(choice.process_group(group), self._members, self.device, timeout),
+                    self.kernel,
+                )
             except BaseException:
                 self.transport.release()
                 raise
@@ -283,7 +303,9 @@ class Batch(Heads, Gathering, Packed):
         self._numbers = torch.tensor(packing.numbers(), dtype=torch.int64)
         self._alone_on_ring = self.plan.describe().ulysses == 1
         self.tokens, self.positions = self._of(Side.Q)
-        self.k_tokens, self.k_positions = (self.tokens, self.positions) if packing.cu_seqlens_k is None else self._of(Side.K)
+        self.k_tokens, self.k_positions = (
+            (self.tokens, self.positions) if packing.cu_seqlens_k is None else self._of(Side.K)
+        )
 
     def _of(self, side: Side) -> tuple[Tensor, Tensor]:
         """Tokens and positions of one side."""
@@ -300,7 +322,11 @@ class Batch(Heads, Gathering, Packed):
         mask. (Batches that are made one by one may give a rank other tokens.)"""
         every = checked_slices("slices", slices)
         first = self.packing if self.packing.tokens_of is None else self.packing.tokens_of
-        return self if every == self.slices else self.context._batch_of(self.packing._replace(slices=every, tokens_of=first))
+        return (
+            self
+            if every == self.slices
+            else self.context._batch_of(self.packing._replace(slices=every, tokens_of=first))
+        )
 
     def attention(
         self,
@@ -391,7 +417,9 @@ class Batch(Heads, Gathering, Packed):
         kernel = context.kernel if kernels is None else find(kernels, context.device)
         return text if kernel is None else f"{text}\n{explain(self.plan, context.number, kernel, context.device)}"
 
-    def _plan_for(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, layer: Layer, *more: Tensor, listed: bool = False) -> Plan:
+    def _plan_for(
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, layer: Layer, *more: Tensor, listed: bool = False
+    ) -> Plan:
         """The plan of a kind of layer, with this batch's tokens. It packs messages if the tensors are not contiguous."""
         for name, x, tokens in (("q", q, len(self.tokens)), ("k", k, len(self.k_tokens)), ("v", v, len(self.k_tokens))):
             if x.shape[0] != tokens == x.shape[1]:  # other wrong sizes are refused by the library
@@ -399,7 +427,10 @@ class Batch(Heads, Gathering, Packed):
                 raise InvalidArgument(f"{given}: {name} is [tokens, heads, head_dim], give {name}.transpose(0, 1)")
         kind = kind_of(q, k, v, DTYPES[q.dtype], sinks_of(sinks), layer)
         if listed and not self._common.get("reproducible"):
-            kind |= {side: one_of(side, self._common.get(side, Circulate.AUTO), Circulate) or Circulate.KEYS for side in ("circulate", "circulate_forward")}
+            kind |= {
+                side: one_of(side, self._common.get(side, Circulate.AUTO), Circulate) or Circulate.KEYS
+                for side in ("circulate", "circulate_forward")
+            }
         if self._alone_on_ring and not all(x.is_contiguous() for x in (q, k, v, *more)):
             kind["pack_inputs"] = True
         return self._plan_of(kind)
@@ -431,11 +462,15 @@ class Batch(Heads, Gathering, Packed):
         if isinstance(fill, enum.Enum):
             raise refused(filling, fill, "a number is needed, not a member of an enum: are two arguments exchanged?")
         if not holds(rows.dtype, fill):
-            raise refused(filling, fill, f"which {rows.dtype} cannot represent: convert {name}, or give another {filling}")
+            raise refused(
+                filling, fill, f"which {rows.dtype} cannot represent: convert {name}, or give another {filling}"
+            )
         host = self.context._host
         if host is None:
             return self._from_others(rows, by, fill)
-        mine = rows.detach().cpu().resolve_conj().resolve_neg().reshape(len(rows), math.prod(rows.shape[1:])).contiguous()
+        mine = (
+            rows.detach().cpu().resolve_conj().resolve_neg().reshape(len(rows), math.prod(rows.shape[1:])).contiguous()
+        )
         out, one = torch.empty_like(mine), torch.empty(1, dtype=rows.dtype).fill_(fill)
         host.shift(self.plan, by, one, mine, out)
         return out.reshape(rows.shape).to(rows.device)
@@ -465,7 +500,9 @@ def _tokens_of(plan: Plan) -> str:
     info = plan.describe()
     parameter = f"({info.layout_parameter})" if info.layout_parameter else ""
     layout = info.layout.name.lower()
-    return f"layout {layout}{parameter}, ulysses {info.ulysses} x ring {info.ring}, distribution {plan.distribution:016x}"
+    return (
+        f"layout {layout}{parameter}, ulysses {info.ulysses} x ring {info.ring}, distribution {plan.distribution:016x}"
+    )
 
 
 def _tensor(numbers: array[int]) -> Tensor:

@@ -52,7 +52,9 @@ def seed_of(name: str, seed: Any) -> int:
 
 def _one(name: str, seed: Tensor) -> Tensor:
     if seed.numel() != 1 or seed.dtype != torch.int64:
-        raise InvalidArgument(f"{name} is a tensor of {seed.dtype} of the shape {tuple(seed.shape)}, one number of torch.int64 is needed")
+        raise InvalidArgument(
+            f"{name} is a tensor of {seed.dtype} of the shape {tuple(seed.shape)}, one number of torch.int64 is needed"
+        )
     return seed
 
 

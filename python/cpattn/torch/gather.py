@@ -63,7 +63,9 @@ class Reads:
 
     `tokens`, `positions` and `documents` are as in `Gathered`. `given` is the number of rows that `gather` takes."""
 
-    def __init__(self, bands: Bands, readers: Sequence[Runs], held: Sequence[Runs], rank: int, own: Tensor, talk: Talk | None) -> None:
+    def __init__(
+        self, bands: Bands, readers: Sequence[Runs], held: Sequence[Runs], rank: int, own: Tensor, talk: Talk | None
+    ) -> None:
         self.rank, self._talk, self._bands, self._own = rank, talk, bands, own
         found = list(map(bands.read, readers))
         self._rows = mine = found[rank]
@@ -105,7 +107,9 @@ class Reads:
         summed in f32 (of f64 in f64) by the rank that has the row, in the order of the ranks."""
         for one in x:
             if one.ndim == 0 or len(one) != self.given:
-                raise InvalidArgument(f"x has the shape {tuple(one.shape)}, ({self.given}, ...) is needed: a row for each of this rank's tokens")
+                raise InvalidArgument(
+                    f"x has the shape {tuple(one.shape)}, ({self.given}, ...) is needed: a row for each of this rank's tokens"
+                )
         out: tuple[Tensor, ...] = _Move.apply(self, True, *x)  # type: ignore[no-untyped-call]
         return out
 
@@ -157,7 +161,9 @@ class Reads:
             return data.new_empty(sum(map(len, arriving)), 0)
         got = torch.empty(sum(map(len, arriving)), width, dtype=torch.uint8, device=self._home)
         try:
-            self._talk.exchange(got.view(-1), data.reshape(-1), *([len(rows) * width for rows in way] for way in (arriving, leaving)))
+            self._talk.exchange(
+                got.view(-1), data.reshape(-1), *([len(rows) * width for rows in way] for way in (arriving, leaving))
+            )
         except RuntimeError as error:
             raise PeerError(f"gathering rows failed on rank {self.rank}: {error}") from error
         return got
@@ -194,7 +200,10 @@ class _Move(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, reads: Reads, there: bool, *x: Tensor) -> tuple[Tensor, ...]:
-        ctx.how, ctx.real = (reads, there), [at for at, one in enumerate(x) if one.is_floating_point() or one.is_complex()]
+        ctx.how, ctx.real = (
+            (reads, there),
+            [at for at, one in enumerate(x) if one.is_floating_point() or one.is_complex()],
+        )
         out = reads._there(x) if there else reads._back(x)
         ctx.mark_non_differentiable(*(one for at, one in enumerate(out) if at not in ctx.real))
         return tuple(out)
@@ -217,7 +226,10 @@ def bands_of(packing: Packing, left: int, right: int) -> Bands:
 def held(plan: Plan, side: Side) -> list[Runs]:
     """The tokens of each rank."""
     every = (plan.tokens(side, rank) for rank in range(plan.world))
-    return [Runs(torch.frombuffer(tokens, dtype=torch.int64) if tokens else torch.empty(0, dtype=torch.int64)) for tokens in every]
+    return [
+        Runs(torch.frombuffer(tokens, dtype=torch.int64) if tokens else torch.empty(0, dtype=torch.int64))
+        for tokens in every
+    ]
 
 
 class Gathering:
@@ -302,9 +314,13 @@ class Gathering:
         for one in x:
             on_device(context, "x", one)
             if one.ndim == 0 or len(one) != reads.given:
-                raise InvalidArgument(f"x has the shape {tuple(one.shape)}, ({reads.given}, ...) is needed: a row for each of this rank's tokens")
+                raise InvalidArgument(
+                    f"x has the shape {tuple(one.shape)}, ({reads.given}, ...) is needed: a row for each of this rank's tokens"
+                )
         if context.world > 1:
-            call = repr((what, self.packing.numbers(), self.plan.distribution, [(tuple(one.shape[1:]), one.dtype) for one in x]))
+            call = repr(
+                (what, self.packing.numbers(), self.plan.distribution, [(tuple(one.shape[1:]), one.dtype) for one in x])
+            )
             mine = int.from_bytes(hashlib.blake2b(call.encode(), digest_size=8).digest(), "little")
             said = context.transport.agree(0, context.world, mine)
             if others := [rank for rank, one in enumerate(said) if one != said[0]]:

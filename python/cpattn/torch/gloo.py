@@ -45,7 +45,9 @@ _NEVER = 7000  # a tag that no message uses
 def members_of(group: Members) -> tuple[int, ...]:
     """The global ranks of a group. This process must be one of them."""
     if not dist.is_available() or not dist.is_initialized():
-        raise InvalidArgument("torch.distributed has no process group: start with torchrun and call init_process_group first")
+        raise InvalidArgument(
+            "torch.distributed has no process group: start with torchrun and call init_process_group first"
+        )
     outside: Any = dist.GroupMember.NON_GROUP_MEMBER
     members: tuple[int, ...] | None
     if group is outside:
@@ -59,7 +61,9 @@ def members_of(group: Members) -> tuple[int, ...]:
             needed = f"a process group, None or ascending global ranks below {dist.get_world_size()} are needed"
             raise refused("group", group, needed)
     if dist.get_rank() not in members:
-        raise InvalidArgument(f"process {dist.get_rank()} is not a member of group: call this on the members of group only")
+        raise InvalidArgument(
+            f"process {dist.get_rank()} is not a member of group: call this on the members of group only"
+        )
     return members
 
 
@@ -112,7 +116,9 @@ class Collectives:
     device = torch.device("cpu")
 
     def __init__(self, members: tuple[int, ...], timeout: float) -> None:
-        self._group = connected(_next_name(members), members.index(dist.get_rank()), len(members), timedelta(seconds=timeout))
+        self._group = connected(
+            _next_name(members), members.index(dist.get_rank()), len(members), timedelta(seconds=timeout)
+        )
 
     def sum(self, host: torch.Tensor) -> None:
         """Adds up a contiguous tensor, in place."""
@@ -125,7 +131,11 @@ class Collectives:
     def broadcast(self, message: Any, root: int) -> Any:
         """An object of the member number `root`, on all members."""
         group = self._group
-        data = torch.frombuffer(bytearray(pickle.dumps(message)), dtype=torch.uint8) if group.rank() == root else torch.empty(0, dtype=torch.uint8)
+        data = (
+            torch.frombuffer(bytearray(pickle.dumps(message)), dtype=torch.uint8)
+            if group.rank() == root
+            else torch.empty(0, dtype=torch.uint8)
+        )
         length = torch.tensor([len(data)])
         group.broadcast(length, root).wait()
         data = data if group.rank() == root else torch.empty(int(length), dtype=torch.uint8)

@@ -24,7 +24,9 @@ class Heads:
     context: Context
     _plan_of: Callable[[Mapping[str, Any]], Plan]
 
-    def to_heads(self, x: Tensor, side: Side | str = Side.Q, *, heads: int | None = None, kv_heads: int | None = None) -> Tensor:
+    def to_heads(
+        self, x: Tensor, side: Side | str = Side.Q, *, heads: int | None = None, kv_heads: int | None = None
+    ) -> Tensor:
         """For a layer that mixes the tokens of whole documents, each head by itself: linear attention, state space models,
         convolutions. From this rank's tokens with all heads, [tokens, heads, dim], to all tokens of the batch, in its order, with
         this rank's heads, [all tokens, own heads, dim]; `cu_seqlens` says where documents end. Differentiable. All ranks call it.
@@ -35,7 +37,9 @@ class Heads:
         """
         return self._exchange(x, side, heads, kv_heads, True)
 
-    def to_tokens(self, x: Tensor, side: Side | str = Side.Q, *, heads: int | None = None, kv_heads: int | None = None) -> Tensor:
+    def to_tokens(
+        self, x: Tensor, side: Side | str = Side.Q, *, heads: int | None = None, kv_heads: int | None = None
+    ) -> Tensor:
         """The inverse of `to_heads`: from [all tokens, own heads, dim] to [tokens, heads, dim]. With `side="k"`, a head on several
         ranks is summed."""
         return self._exchange(x, side, heads, kv_heads, False)

@@ -20,12 +20,18 @@ def lists_of(context: Context, keys: Tensor | None) -> Tensor | None:
     if keys is None:
         return None
     if context.device.type != "cpu":
-        raise Unsupported(f"key_indices on {context.device}: no CUDA kernel attends to listed keys, use a context on the CPU")
+        raise Unsupported(
+            f"key_indices on {context.device}: no CUDA kernel attends to listed keys, use a context on the CPU"
+        )
     dense("key_indices", keys)
     if keys.dtype not in (torch.int32, torch.int64) or keys.device.type != "cpu":
-        raise InvalidArgument(f"key_indices is a tensor of {keys.dtype} on {keys.device}, torch.int32 or torch.int64 on cpu is needed")
+        raise InvalidArgument(
+            f"key_indices is a tensor of {keys.dtype} on {keys.device}, torch.int32 or torch.int64 on cpu is needed"
+        )
     if keys.ndim not in (2, 3):
-        raise InvalidArgument(f"key_indices has the shape {tuple(keys.shape)}, [tokens, entries] or [tokens, kv_heads, entries] is needed")
+        raise InvalidArgument(
+            f"key_indices has the shape {tuple(keys.shape)}, [tokens, entries] or [tokens, kv_heads, entries] is needed"
+        )
     keys = keys.detach()
     if keys.dtype == torch.int64:
         keys = keys.clamp(-(2**31), 2**31 - 1).to(torch.int32)

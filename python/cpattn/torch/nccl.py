@@ -34,7 +34,9 @@ def checked(communicator: Any, device: torch.device) -> str:
         raise refused("communicator", communicator, "'own' or 'torch' is needed")
     chosen: str = communicator
     if chosen == "torch" and device.type != "cuda":
-        raise InvalidArgument(f"communicator is 'torch', 'own' is needed on {device}: only CUDA tensors are sent over NCCL")
+        raise InvalidArgument(
+            f"communicator is 'torch', 'own' is needed on {device}: only CUDA tensors are sent over NCCL"
+        )
     return chosen
 
 
@@ -84,7 +86,9 @@ def _unique_id(transport: EngineTransport) -> bytes:
 class Borrowing(Rank):
     """A rank over the communicator of a process group, which PyTorch may end earlier. `between` carries what the ranks compare."""
 
-    def __init__(self, transport: ctypes.c_void_p, backend: Any, device: torch.device, comm: int, between: EngineTransport) -> None:
+    def __init__(
+        self, transport: ctypes.c_void_p, backend: Any, device: torch.device, comm: int, between: EngineTransport
+    ) -> None:
         super().__init__(transport)
         self._backend, self._device, self._comm, self._between = backend, device, comm, between
 
@@ -114,15 +118,23 @@ class Borrowing(Rank):
 def _backend(group: Any, device: torch.device) -> Any:
     """The NCCL backend of a group."""
     if group is not None and not isinstance(group, dist.ProcessGroup):
-        raise refused("group", group, f"a process group is needed for communicator='torch': make one with dist.new_group, {_OTHERWISE}")
+        raise refused(
+            "group",
+            group,
+            f"a process group is needed for communicator='torch': make one with dist.new_group, {_OTHERWISE}",
+        )
     every: Any = c10d._get_default_group() if group is None else group
     if (backend := attempt(every._get_backend, torch.device(device.type))) is None:
-        raise Unsupported(f"group has no backend for {device.type}: give init_process_group the backend 'cpu:gloo,cuda:nccl', {_OTHERWISE}")
+        raise Unsupported(
+            f"group has no backend for {device.type}: give init_process_group the backend 'cpu:gloo,cuda:nccl', {_OTHERWISE}"
+        )
     # TORCH_DISTRIBUTED_DEBUG=DETAIL puts a group that checks calls around it.
     backend = getattr(backend, "wrapped_pg", backend)
     if not hasattr(backend, "_comm_ptr"):
         found = f"group has the backend {type(backend).__name__} for {device.type}, and torch.__version__ is {torch.__version__}"
-        raise Unsupported(f"{found}: ProcessGroupNCCL with _comm_ptr is needed: give init_process_group the backend 'cpu:gloo,cuda:nccl', {_OTHERWISE}")
+        raise Unsupported(
+            f"{found}: ProcessGroupNCCL with _comm_ptr is needed: give init_process_group the backend 'cpu:gloo,cuda:nccl', {_OTHERWISE}"
+        )
     return backend
 
 
@@ -137,8 +149,12 @@ def _check_version() -> None:
     major, rest = divmod(code.value, 10_000)
     found, of_torch = (major, *divmod(rest, 100)), _of_torch()
     if of_torch not in (None, found):
-        versions = f"PyTorch has NCCL {'.'.join(map(str, of_torch or ()))}, and libnccl.so.2 is {'.'.join(map(str, found))}"
-        raise Unsupported(f"{versions}: communicator='torch' needs one library for both: put that of PyTorch first on the loader's path, {_OTHERWISE}")
+        versions = (
+            f"PyTorch has NCCL {'.'.join(map(str, of_torch or ()))}, and libnccl.so.2 is {'.'.join(map(str, found))}"
+        )
+        raise Unsupported(
+            f"{versions}: communicator='torch' needs one library for both: put that of PyTorch first on the loader's path, {_OTHERWISE}"
+        )
 
 
 def _of_torch() -> tuple[int, ...] | None:
@@ -162,7 +178,9 @@ def _connected(backend: Any, device: torch.device) -> int:
     except RuntimeError as error:
         raise Unsupported(f"PyTorch made no NCCL communicator: {error}") from error
     if not address:
-        raise Unsupported(f"PyTorch made no NCCL communicator for {device}: use one collective of the group before, {_OTHERWISE}")
+        raise Unsupported(
+            f"PyTorch made no NCCL communicator for {device}: use one collective of the group before, {_OTHERWISE}"
+        )
     return address
 
 

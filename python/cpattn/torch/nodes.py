@@ -71,7 +71,11 @@ def _differing(words: Sequence[int]) -> str:
     found, sizes = [], []
     for word, ranks in ranks_of.items():
         source, size = _SOURCES[word // _BASE], word % _BASE - 1
-        setting = (f"{source} {size}" if size >= 0 else f"an invalid {source}") if source else f"neither {ARGUMENT} nor {TORCHRUN}"
+        setting = (
+            (f"{source} {size}" if size >= 0 else f"an invalid {source}")
+            if source
+            else f"neither {ARGUMENT} nor {TORCHRUN}"
+        )
         found.append(f"{setting} on {_runs(ranks)}")
         sizes.append(size)
     common = math.gcd(*sizes) if min(sizes) > 0 else 1
@@ -96,7 +100,11 @@ def _of_torchrun(members: Sequence[int]) -> int:
     """The number of members of a group on a node; 0 if all share one node."""
     each = _number()
     if not each:
-        raise refused(TORCHRUN, os.environ[TORCHRUN], f"a whole number of at least 1 is needed, or {ARGUMENT}, 0 if all links are alike")
+        raise refused(
+            TORCHRUN,
+            os.environ[TORCHRUN],
+            f"a whole number of at least 1 is needed, or {ARGUMENT}, 0 if all links are alike",
+        )
     if len({rank // each for rank in members}) == 1:
         return 0
     try:

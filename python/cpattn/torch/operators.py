@@ -23,7 +23,9 @@ from torch import Tensor
 try:
     from torch._library.effects import EffectType
 except ImportError as error:
-    raise ImportError(f"torch.__version__ is {torch.__version__}, 2.10 or later is needed for cpattn.torch: pip install 'torch>=2.10'") from error
+    raise ImportError(
+        f"torch.__version__ is {torch.__version__}, 2.10 or later is needed for cpattn.torch: pip install 'torch>=2.10'"
+    ) from error
 
 from ..arguments import instance
 from ..errors import InvalidArgument, InvalidHandle, Unsupported
@@ -54,7 +56,9 @@ def on_device(context: Context, name: str, tensor: Tensor, ndim: int | None = No
     context.check_open()
     dense(name, tensor)
     if tensor.device != context.device:
-        raise InvalidArgument(f"{name}.device is {tensor.device}, {context.device} is needed, the device of the context")
+        raise InvalidArgument(
+            f"{name}.device is {tensor.device}, {context.device} is needed, the device of the context"
+        )
     if ndim and tensor.ndim != ndim:
         raise InvalidArgument(f"{name}.ndim is {tensor.ndim}, {ndim} is needed: [tokens, heads, dim]")
 
@@ -73,7 +77,9 @@ def _stream(rank: Rank | Executor, tensor: Tensor) -> int | None:
     return stream
 
 
-def _results(q: Tensor, k: Tensor, v: Tensor, _: Tensor | None, largest: bool, *__: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _results(
+    q: Tensor, k: Tensor, v: Tensor, _: Tensor | None, largest: bool, *__: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     accumulator = torch.float64 if q.dtype == torch.float64 else torch.float32
     o, lse = q.new_empty(q.shape[0], q.shape[1], v.shape[2]), q.new_empty(q.shape[1], q.shape[0], dtype=accumulator)
     return o, lse, q.new_empty(q.shape[1] if largest else 0, dtype=torch.float32)
@@ -101,11 +107,15 @@ def _forward(
         operands["key_indices"] = keys
     plan = batch._plan_for(q, k, v, sinks, layer, listed=keys is not None)
     batch.context.runs += 1
-    batch.context.rank.forward(plan, _stream(batch.context.rank, q), q=q, k=k, v=v, sinks=sinks, o=o, lse=lse, **operands)
+    batch.context.rank.forward(
+        plan, _stream(batch.context.rank, q), q=q, k=k, v=v, sinks=sinks, o=o, lse=lse, **operands
+    )
     return o, lse, max_logit
 
 
-def _gradients(d_o: Tensor | None, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *_: Any) -> tuple[Tensor, ...]:
+def _gradients(
+    d_o: Tensor | None, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *_: Any
+) -> tuple[Tensor, ...]:
     dsinks = q.new_empty(0) if sinks is None else torch.empty_like(sinks)
     return (*(torch.empty_like(_rows(x)) for x in (q, k, v)), dsinks)
 
@@ -253,7 +263,11 @@ def slopes_tensor(slopes: Any) -> Tensor | None:
 
 
 # The options of a layer that are numbers, in the order in which operators take them, as a schema has them.
-_KINDS = {name: "int" if int in get_args(kind) else "float" for name, kind in get_type_hints(Layer).items() if name != "alibi_slopes"}
+_KINDS = {
+    name: "int" if int in get_args(kind) else "float"
+    for name, kind in get_type_hints(Layer).items()
+    if name != "alibi_slopes"
+}
 _NUMBERS = ", ".join(f"{kind}? {name}" for name, kind in _KINDS.items())
 
 
@@ -288,7 +302,9 @@ class AllToAll(torch.autograd.Function):
     """From this rank's tokens and all heads to all tokens and its own heads, or back. The gradient of one is the other."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rank: Rank | Executor, number: int, plan: Plan, side: Side, to_heads: bool) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, rank: Rank | Executor, number: int, plan: Plan, side: Side, to_heads: bool
+    ) -> Tensor:
         ctx.rest, x = (rank, number, plan, side, not to_heads), _rows(x)
         share = plan.share(number)
         heads = share.q_head_end - share.q_head_begin if side == Side.Q else share.kv_head_end - share.kv_head_begin
@@ -297,7 +313,9 @@ class AllToAll(torch.autograd.Function):
         info = plan.describe()
         of_share, of_batch = (info.q_tokens if side == Side.Q else info.k_tokens, heads), (tokens, every)
         to = x.new_empty(*(of_share if to_heads else of_batch), x.shape[2])
-        (rank.to_heads if to_heads else rank.to_tokens)(plan, side, x if to_heads else x.contiguous(), to, _stream(rank, x))
+        (rank.to_heads if to_heads else rank.to_tokens)(
+            plan, side, x if to_heads else x.contiguous(), to, _stream(rank, x)
+        )
         return to
 
     @staticmethod

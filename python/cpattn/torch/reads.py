@@ -152,7 +152,9 @@ class Bands:
         made = torch.zeros(len(tokens), len(rows), dtype=torch.bool)
         q_ends = torch.searchsorted(tokens, self.slices[:, :2].contiguous()).tolist()
         k_ends = torch.searchsorted(rows, self.slices[:, 2:4].contiguous()).tolist()
-        for (a, b), (c, d), (q_begin, _, k_begin, _, start, low, high) in zip(q_ends, k_ends, self.slices.tolist(), strict=True):
+        for (a, b), (c, d), (q_begin, _, k_begin, _, start, low, high) in zip(
+            q_ends, k_ends, self.slices.tolist(), strict=True
+        ):
             if a < b and c < d:
                 distance = (rows[None, c:d] - k_begin) - (tokens[a:b, None] - q_begin + start)
                 made[a:b, c:d] |= (low <= distance) & (distance <= high)

@@ -49,12 +49,18 @@ def _item(name: str, tensor: Any) -> Item:
     if hasattr(tensor, "ds_id"):  # ZeRO-3
         part = getattr(tensor, "ds_tensor", None)
         rank = torch.distributed.get_rank(tensor.ds_process_group)
-        return Item(name, tuple(tensor.ds_shape), tensor.dtype, ("part", rank), tensor.new_empty(0) if part is None else part)
+        return Item(
+            name, tuple(tensor.ds_shape), tensor.dtype, ("part", rank), tensor.new_empty(0) if part is None else part
+        )
     if hasattr(tensor, "_fsdp_flattened") or getattr(tensor, "_is_flat_param", False):  # FSDP1
         return Item(name, (), tensor.dtype, ("flat", torch.distributed.get_rank()), tensor)
     if isinstance(tensor, DTensor):
         at, placements = tensor.device_mesh.get_coordinate(), tensor.placements
-        place = tuple(("outside",) if at is None else (dim, at[dim]) for dim, one in enumerate(placements) if not one.is_replicate())
+        place = tuple(
+            ("outside",) if at is None else (dim, at[dim])
+            for dim, one in enumerate(placements)
+            if not one.is_replicate()
+        )
         return Item(name, tuple(tensor.shape), tensor.dtype, place or None, tensor.to_local())
     return Item(name, tuple(tensor.shape), tensor.dtype, None, tensor)
 
@@ -118,14 +124,28 @@ def same_weights(transport: EngineTransport, model: nn.Module, need: str = NEED)
     whole, shards = ([one for one in items if (one.place is None) is alike] for alike in (True, False))
     everyone = [0] * transport.world
     if (at := _first(transport, kinds, everyone)) is not None:
-        mine = f"{items[at].name} of the shape {items[at].shape} and the type {items[at].dtype}" if at < len(items) else "no more"
-        _differ(transport, f"the model's {WHAT} differ over the ranks of this group: after {at} that are alike, rank {transport.rank} has {mine}", need)
+        mine = (
+            f"{items[at].name} of the shape {items[at].shape} and the type {items[at].dtype}"
+            if at < len(items)
+            else "no more"
+        )
+        _differ(
+            transport,
+            f"the model's {WHAT} differ over the ranks of this group: after {at} that are alike, rank {transport.rank} has {mine}",
+            need,
+        )
     if (at := _first(transport, [numbers[one.name].to_bytes(8, "little") for one in whole], everyone)) is not None:
-        _differ(transport, f"{whole[at].name} differs over the ranks of this group (this is rank {transport.rank})", need)
+        _differ(
+            transport, f"{whole[at].name} differs over the ranks of this group (this is rank {transport.rank})", need
+        )
     if shards:
         holders = digests(transport, WHAT, digest(repr([one.place for one in shards]).encode()))
         if (at := _first(transport, [numbers[one.name].to_bytes(8, "little") for one in shards], holders)) is not None:
-            _differ(transport, f"{shards[at].name} differs over ranks of this group that hold the same shard (this is rank {transport.rank})", need)
+            _differ(
+                transport,
+                f"{shards[at].name} differs over ranks of this group that hold the same shard (this is rank {transport.rank})",
+                need,
+            )
 
 
 def _differ(transport: EngineTransport, what: str, need: str) -> None:

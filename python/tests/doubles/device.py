@@ -25,7 +25,9 @@ COPIES = (aten._to_copy.default, aten.copy_.default)
 class OnDevice(torch.Tensor):
     @staticmethod
     def __new__(cls, held):
-        made = torch.Tensor._make_wrapper_subclass(cls, held.shape, held.stride(), held.storage_offset(), dtype=held.dtype, device=DEVICE)
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, held.shape, held.stride(), held.storage_offset(), dtype=held.dtype, device=DEVICE
+        )
         made.held = held
         return made
 
@@ -66,7 +68,9 @@ def run(function, args, kwargs, mode=None):
     # A number of the CPU may meet any tensor.
     strangers = [x for x in tensors if not isinstance(x, OnDevice) and x.ndim]
     if any(on_device) and strangers and function not in COPIES:
-        raise RuntimeError(f"{function}: a tensor of the CPU {[tuple(x.shape) for x in strangers]} beside tensors of {DEVICE}")
+        raise RuntimeError(
+            f"{function}: a tensor of the CPU {[tuple(x.shape) for x in strangers]} beside tensors of {DEVICE}"
+        )
     asked = kwargs.get("device")
     to_device = any(on_device) if asked is None else torch.device(asked).type == DEVICE.type
     if mode is not None and not mode.waits and function is aten._to_copy.default and any(on_device) != to_device:

@@ -30,7 +30,11 @@ def of_calls(cu_q, cu_k, max_q, max_k, scale, causal, left, right):
 
 def slopes_of(slopes, cu_seqlens_q, q):
     if slopes is not None:
-        assert slopes.dtype == torch.float32 and slopes.stride(-1) == 1 and slopes.shape in ((q.shape[1],), (len(cu_seqlens_q) - 1, q.shape[1]))
+        assert (
+            slopes.dtype == torch.float32
+            and slopes.stride(-1) == 1
+            and slopes.shape in ((q.shape[1],), (len(cu_seqlens_q) - 1, q.shape[1]))
+        )
         slopes = slopes.expand(len(cu_seqlens_q) - 1, -1)
     return slopes
 
@@ -41,8 +45,19 @@ def _flash_attn_varlen_forward(
 ):  # fmt: skip
     checked(q, k, v)
     assert dropout_p == 0.0
-    of = of_calls(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size_left, window_size_right)
-    o, lse = plain.forward(q, k, v, *of, softcap, slopes_of(alibi_slopes, cu_seqlens_q, q), by_column=of[-2:] == (-1, 0))
+    of = of_calls(
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        softmax_scale,
+        causal,
+        window_size_left,
+        window_size_right,
+    )
+    o, lse = plain.forward(
+        q, k, v, *of, softcap, slopes_of(alibi_slopes, cu_seqlens_q, q), by_column=of[-2:] == (-1, 0)
+    )
     return o.to(q.dtype), lse, None, torch.zeros(2, dtype=torch.uint64)
 
 
@@ -53,8 +68,28 @@ def _flash_attn_varlen_backward(
     checked(q, k, v, dout, out, dq, dk, dv)
     assert dropout_p == 0.0 and type(deterministic) is bool
     assert softmax_lse.is_contiguous() and dq.is_contiguous() and dk.is_contiguous() and dv.is_contiguous()
-    of = of_calls(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size_left, window_size_right)
-    found = plain.backward(dout, q, k, v, out, softmax_lse, *of, softcap, slopes_of(alibi_slopes, cu_seqlens_q, q), by_column=of[-2:] == (-1, 0))
+    of = of_calls(
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        softmax_scale,
+        causal,
+        window_size_left,
+        window_size_right,
+    )
+    found = plain.backward(
+        dout,
+        q,
+        k,
+        v,
+        out,
+        softmax_lse,
+        *of,
+        softcap,
+        slopes_of(alibi_slopes, cu_seqlens_q, q),
+        by_column=of[-2:] == (-1, 0),
+    )
     for gradient, values in zip((dq, dk, dv), found):
         gradient.copy_(values)
     return torch.zeros(q.shape[1], len(q))

@@ -12,7 +12,14 @@ def _flash_attn_forward(
     window_size_right=-1, attention_chunk=0, softcap=0.0, rotary_interleaved=True, scheduler_metadata=None, num_splits=1, pack_gqa=None, sm_margin=0,
 ):  # fmt: skip
     checked(q, k, v)
-    of = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, *limits(causal, window_size_left, window_size_right)
+    of = (
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        softmax_scale,
+        *limits(causal, window_size_left, window_size_right),
+    )
     o, lse = plain.forward(q, k, v, *of, softcap)
     return o.to(q.dtype), lse, None, None
 
@@ -24,7 +31,14 @@ def _flash_attn_backward(
 ):  # fmt: skip
     checked(q, k, v, dout, out, dq, dk, dv)
     assert softmax_lse.is_contiguous() and dq.is_contiguous() and dk.is_contiguous() and dv.is_contiguous()
-    of = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, *limits(is_causal, window_size_left, window_size_right)
+    of = (
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        softmax_scale,
+        *limits(is_causal, window_size_left, window_size_right),
+    )
     for gradient, values in zip((dq, dk, dv), plain.backward(dout, q, k, v, out, softmax_lse, *of, softcap)):
         gradient.copy_(values)
     return None

@@ -7,7 +7,10 @@ from doubles.flash_attn_2 import checked
 
 def aligned(*tensors):
     for x in tensors:
-        assert x.data_ptr() % 16 == 0 and all(stride * x.itemsize % 16 == 0 for stride in x.stride()[:-1]), (x.shape, x.stride())
+        assert x.data_ptr() % 16 == 0 and all(stride * x.itemsize % 16 == 0 for stride in x.stride()[:-1]), (
+            x.shape,
+            x.stride(),
+        )
         assert x.shape[2] <= 128
 
 
@@ -28,7 +31,14 @@ def _flash_attn_fwd(
 ):  # fmt: skip
     checked(q, k, v)
     aligned(q, k, v)
-    of = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, *limits(causal, window_size_left, window_size_right)
+    of = (
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        softmax_scale,
+        *limits(causal, window_size_left, window_size_right),
+    )
     o, logs = plain.forward(q, k, v, *of, softcap or 0.0)
     return o.to(q.dtype), logs if return_lse else None, None, None, None
 
@@ -43,7 +53,14 @@ def _flash_attn_bwd(
     checked(q, k, v, dout, out, dq, dk, dv)
     aligned(q, k, v, dout, out, dq, dk, dv)
     assert lse.is_contiguous() and dlse.is_contiguous() and dlse.shape == lse.shape
-    of = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, *limits(causal, window_size_left, window_size_right)
+    of = (
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        softmax_scale,
+        *limits(causal, window_size_left, window_size_right),
+    )
     for gradient, values in zip((dq, dk, dv), plain.backward(dout, q, k, v, out, lse, *of, softcap, d_lse=dlse)):
         gradient.copy_(values)
     return dq, dk, dv

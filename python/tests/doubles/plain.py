@@ -16,7 +16,9 @@ def sequences(cu_q, cu_k, q, k, max_q=None, max_k=None):
         assert cu.device == x.device, f"cu_seqlens_{name} is on {cu.device}"
         lengths = cu.diff()
         assert cu[0] == 0 and cu[-1] == len(x) and (lengths > 0).all(), f"cu_seqlens_{name} {cu.tolist()} of {len(x)}"
-        assert longest is None or (type(longest) is int and longest == lengths.max()), f"max_seqlen_{name} is {longest!r}"
+        assert longest is None or (type(longest) is int and longest == lengths.max()), (
+            f"max_seqlen_{name} is {longest!r}"
+        )
     assert len(cu_q) == len(cu_k)
     cu_q, cu_k = cu_q.tolist(), cu_k.tolist()
     for at in range(len(cu_q) - 1):
@@ -47,10 +49,15 @@ def forward(q, k, v, cu_q, cu_k, max_q, max_k, scale, left=-1, right=-1, softcap
     """o [rows, heads, dim] in the wide type, lse [heads, rows]."""
     kind, group = wide(q.dtype), q.shape[1] // k.shape[1]
     assert q.shape[1] == group * k.shape[1] and k.shape[1] == v.shape[1]
-    o, lse = torch.full((*q.shape[:2], v.shape[2]), torch.nan, dtype=kind), torch.full((q.shape[1], len(q)), torch.nan, dtype=kind)
+    o, lse = (
+        torch.full((*q.shape[:2], v.shape[2]), torch.nan, dtype=kind),
+        torch.full((q.shape[1], len(q)), torch.nan, dtype=kind),
+    )
     for at, mine, keys in sequences(cu_q, cu_k, q, k, max_q, max_k):
         of_k, of_v = (x[keys].to(kind).repeat_interleave(group, 1) for x in (k, v))
-        s, _ = scores(q[mine].to(kind), of_k, scale, left, right, softcap, None if slopes is None else slopes[at], by_column)
+        s, _ = scores(
+            q[mine].to(kind), of_k, scale, left, right, softcap, None if slopes is None else slopes[at], by_column
+        )
         logs = s.logsumexp(2)
         assert (logs > -torch.inf).all() or torch.isnan(logs).any(), "a row has no keys"
         lse[:, mine] = logs
@@ -58,10 +65,30 @@ def forward(q, k, v, cu_q, cu_k, max_q, max_k, scale, left=-1, right=-1, softcap
     return o, lse
 
 
-def backward(d_o, q, k, v, o, lse, cu_q, cu_k, max_q, max_k, scale, left=-1, right=-1, softcap=0.0, slopes=None, d_lse=None, by_column=False):
+def backward(
+    d_o,
+    q,
+    k,
+    v,
+    o,
+    lse,
+    cu_q,
+    cu_k,
+    max_q,
+    max_k,
+    scale,
+    left=-1,
+    right=-1,
+    softcap=0.0,
+    slopes=None,
+    d_lse=None,
+    by_column=False,
+):
     """dq, dk and dv in the wide type."""
     kind, group = wide(q.dtype), q.shape[1] // k.shape[1]
-    assert lse.shape == (q.shape[1], len(q)) and lse.dtype == kind and o.shape == d_o.shape == (*q.shape[:2], v.shape[2])
+    assert (
+        lse.shape == (q.shape[1], len(q)) and lse.dtype == kind and o.shape == d_o.shape == (*q.shape[:2], v.shape[2])
+    )
     delta = (o.to(kind) * d_o.to(kind)).sum(2).T
     if d_lse is not None:
         delta = delta - d_lse

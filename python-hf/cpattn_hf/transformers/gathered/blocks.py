@@ -66,13 +66,19 @@ class _Blocks:
             mine = hidden[:, q], tuple(one[:, q] for one in embeddings)
             self._chosen.append(self._own(*mine, _Layers(_Given(every[:, :, k])), self._places[:, q]))
 
-    def build_block_mask(self, chosen: None, mask: Tensor, length: int, dtype: torch.dtype, device: torch.device, position_ids: Tensor) -> Tensor:
+    def build_block_mask(
+        self, chosen: None, mask: Tensor, length: int, dtype: torch.dtype, device: torch.device, position_ids: Tensor
+    ) -> Tensor:
         made: Any = None
         for (q, k), blocks in zip(self._keys.documents(), self._chosen, strict=True):
             q = q.to(device)
-            part = self._own.build_block_mask(blocks, mask[:, :, q][..., k], k.stop - k.start, dtype, device, self._places[:, q])
+            part = self._own.build_block_mask(
+                blocks, mask[:, :, q][..., k], k.stop - k.start, dtype, device, self._places[:, q]
+            )
             if made is None:
-                made = torch.full((1, part.shape[1], mask.shape[2], length), torch.finfo(dtype).min, dtype=dtype, device=device)
+                made = torch.full(
+                    (1, part.shape[1], mask.shape[2], length), torch.finfo(dtype).min, dtype=dtype, device=device
+                )
             made[:, :, q, k] = part
         return made  # type: ignore[no-any-return]
 

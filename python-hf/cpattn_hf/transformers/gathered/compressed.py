@@ -12,7 +12,9 @@ from torch import Tensor
 from .keys import Keys, gathered
 
 
-def compressed(kind: str, layer: Any, hidden_states: Tensor, position_embeddings: Any, attention_mask: Any, **kwargs: Any) -> Any:
+def compressed(
+    kind: str, layer: Any, hidden_states: Tensor, position_embeddings: Any, attention_mask: Any, **kwargs: Any
+) -> Any:
     keys, own = Keys.of(layer, attention_mask), [one.detach() for one in position_embeddings]
     every = tuple(torch.cat(pair, 1) for pair in zip(keys.gather(own, (1, 1)), own, strict=True))
     return gathered(kind, layer, hidden_states, every, attention_mask, **kwargs)

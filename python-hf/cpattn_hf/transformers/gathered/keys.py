@@ -63,7 +63,10 @@ class Keys:
         numbers = own.bincount().nonzero().flatten()
         begins = torch.searchsorted(self.reads.documents, numbers).tolist()
         ends = torch.searchsorted(self.reads.documents, numbers, right=True).tolist()
-        return [((own == one).nonzero().flatten(), slice(*ends_of)) for one, *ends_of in zip(numbers.tolist(), begins, ends, strict=True)]
+        return [
+            ((own == one).nonzero().flatten(), slice(*ends_of))
+            for one, *ends_of in zip(numbers.tolist(), begins, ends, strict=True)
+        ]
 
     def gather(self, x: Sequence[Tensor], dims: Sequence[int]) -> list[Tensor]:
         """The rows that this rank reads of tensors with this rank's tokens at these dims, in one exchange."""
@@ -87,7 +90,9 @@ class Cache:
     def __init__(self, keys: Keys, device: torch.device) -> None:
         self._keys, self._device = keys, device
 
-    def update(self, key: Tensor, value: Tensor, layer_idx: int | None = None, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key: Tensor, value: Tensor, layer_idx: int | None = None, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
         key, value = self._keys.gather((key, value), (2, 2))
         return key, value
 
@@ -110,7 +115,9 @@ def _parameters(forward: Callable[..., Any]) -> inspect.Signature:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
-def gathered(kind: str, layer: Any, *args: Any, change: Callable[[Any, Keys], dict[str, Any]] | None = None, **kwargs: Any) -> Any:
+def gathered(
+    kind: str, layer: Any, *args: Any, change: Callable[[Any, Keys], dict[str, Any]] | None = None, **kwargs: Any
+) -> Any:
     """The layer's own forward with attention of this kind, "eager" or another, whose mask has booleans, on this rank's queries and gathered
     keys. `change` makes attributes that it has instead of its own."""
     forward = type(layer).forward
@@ -118,7 +125,9 @@ def gathered(kind: str, layer: Any, *args: Any, change: Callable[[Any, Keys], di
     name = type(layer).__name__
     for option in ENCODER:
         if given.arguments.get(option) is not None:
-            raise Unsupported(f"{name} is given {option}, cross-attention, which is not supported: leave the encoder out")
+            raise Unsupported(
+                f"{name} is given {option}, cross-attention, which is not supported: leave the encoder out"
+            )
     hidden = next(one for one in given.args[1:] if isinstance(one, Tensor))
     keys = Keys.of(layer, given.arguments.get("attention_mask"))
     mask = keys.mask(hidden.dtype if kind == "eager" else torch.bool, hidden.device)
@@ -126,7 +135,9 @@ def gathered(kind: str, layer: Any, *args: Any, change: Callable[[Any, Keys], di
     given.arguments |= {"attention_mask": mask, taken: Cache(keys, hidden.device)}
     if "relative_distance" in given.arguments:  # of each query to each key
         q, k = keys.offsets(hidden.device)
-        q, k = (torch.arange(n, device=hidden.device) + offset for n, offset in ((hidden.shape[1], q), (keys.length, k)))
+        q, k = (
+            torch.arange(n, device=hidden.device) + offset for n, offset in ((hidden.shape[1], q), (keys.length, k))
+        )
         given.arguments["relative_distance"] = q[:, None] - k
     changed = change(layer, keys) if change else {}
     if hasattr(layer, "config"):

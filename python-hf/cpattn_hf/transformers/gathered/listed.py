@@ -33,7 +33,14 @@ def _rank(workers: int) -> Rank:
 
 @lru_cache(maxsize=64)
 def _plan(
-    tokens: int, rows: int, heads: int, kv_heads: int, dims: tuple[int, int], dtype: torch.dtype, scale: float, sinks: bool
+    tokens: int,
+    rows: int,
+    heads: int,
+    kv_heads: int,
+    dims: tuple[int, int],
+    dtype: torch.dtype,
+    scale: float,
+    sinks: bool,
 ) -> Plan:
     """One document of these queries and keys, all of which a query may list."""
     return Plan(
@@ -46,9 +53,13 @@ class _Listed(torch.autograd.Function):
     """Attention of q [tokens, heads, dim] to the rows of k and v that `keys` [tokens, 1, entries] lists, with a sink for each head."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, keys: Tensor, scale: float, workers: int) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, keys: Tensor, scale: float, workers: int
+    ) -> Tensor:
         ctx.rank = _rank(workers)
-        ctx.plan = _plan(len(q), len(k), q.shape[1], k.shape[1], (q.shape[2], v.shape[2]), q.dtype, scale, sinks is not None)
+        ctx.plan = _plan(
+            len(q), len(k), q.shape[1], k.shape[1], (q.shape[2], v.shape[2]), q.dtype, scale, sinks is not None
+        )
         given = {} if sinks is None else {"sinks": sinks.detach().float().contiguous()}
         o = q.new_empty(*q.shape[:2], v.shape[2])
         lse = q.new_empty(q.shape[1], len(q), dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
@@ -71,15 +82,27 @@ class _Listed(torch.autograd.Function):
 
 
 def attend(
-    layer: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: float, indices: Tensor | None = None, s_aux: Tensor | None = None, **more: Any
+    layer: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    scaling: float,
+    indices: Tensor | None = None,
+    s_aux: Tensor | None = None,
+    **more: Any,
 ) -> tuple[Tensor, None]:
     """The attention function of Transformers for these layers, with sinks `s_aux`. Columns that the mask forbids are chosen where it
     allows fewer."""
     if indices is None:
-        raise Unsupported(f"{type(layer).__name__} gives its attention no indices: use a version of transformers whose layer does")
+        raise Unsupported(
+            f"{type(layer).__name__} gives its attention no indices: use a version of transformers whose layer does"
+        )
     # Windows are in the mask; other options of Transformers' functions would change the scores.
     if more.get("softcap") is not None:
-        raise Unsupported(f"{type(layer).__name__} has softcap={more['softcap']} and lists keys: this adapter has no softcap over listed keys")
+        raise Unsupported(
+            f"{type(layer).__name__} has softcap={more['softcap']} and lists keys: this adapter has no softcap over listed keys"
+        )
     allowed = mask[:, 0].expand(-1, indices.shape[1], -1).gather(-1, indices.long())
     keys = torch.where(allowed, indices, -1).to(torch.int32)[0, :, None].contiguous()
     # Under autocast q, k and v can be of different types: rotary embeddings make some of them f32.

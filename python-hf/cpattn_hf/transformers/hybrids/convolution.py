@@ -22,4 +22,6 @@ def short_convolution(layer: Any, documents: Documents, hidden_states: Tensor, *
     return out
 
 
-MIXERS: dict[str, Callable[..., Any]] = dict.fromkeys(("Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv"), short_convolution)
+MIXERS: dict[str, Callable[..., Any]] = dict.fromkeys(
+    ("Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv"), short_convolution
+)

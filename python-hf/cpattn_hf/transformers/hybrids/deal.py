@@ -24,7 +24,9 @@ class Deal:
     `tokens` are the indices in the batch of each rank's tokens. `talk` is not used with one rank.
     """
 
-    def __init__(self, cu_seqlens: Sequence[int], tokens: Sequence[Tensor], rank: int, parts: int, talk: Collectives | None) -> None:
+    def __init__(
+        self, cu_seqlens: Sequence[int], tokens: Sequence[Tensor], rank: int, parts: int, talk: Collectives | None
+    ) -> None:
         self.rank, self.world, self._talk = rank, len(tokens), talk
         self.parts = min(parts, self.world)
         # The part of the heads of each rank; ranks of a part are consecutive.
@@ -78,7 +80,9 @@ class Deal:
         if self._talk is None:
             return x
         if self.parts < self.world:
-            raise Unsupported(f"a layer of {self.parts} channels on {self.world} ranks: use at most as many ranks (replicas)")
+            raise Unsupported(
+                f"a layer of {self.parts} channels on {self.world} ranks: use at most as many ranks (replicas)"
+            )
         out: Tensor = _Sum.apply(x, self)  # type: ignore[no-untyped-call]
         return out
 
@@ -123,7 +127,10 @@ class Deal:
         try:
             assert self._talk is not None
             self._talk.exchange(
-                got.view(torch.uint8), sent.view(torch.uint8), [size * item for size in sizes], [block.numel() * item for block in blocks]
+                got.view(torch.uint8),
+                sent.view(torch.uint8),
+                [size * item for size in sizes],
+                [block.numel() * item for block in blocks],
             )
         except RuntimeError as error:
             raise PeerError(f"the exchange of documents failed on rank {self.rank}: {error}") from error
@@ -143,7 +150,13 @@ class _Move(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         deal, columns, shape, out = ctx.how
         gradient = gradient.detach()
-        return deal.collect(gradient, columns, shape) if out else deal.scatter(gradient, columns), None, None, None, None
+        return (
+            deal.collect(gradient, columns, shape) if out else deal.scatter(gradient, columns),
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 class _Sum(torch.autograd.Function):

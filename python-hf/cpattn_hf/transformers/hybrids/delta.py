@@ -25,14 +25,24 @@ def gated_delta_net(layer: Any, documents: Documents, hidden_states: Tensor, **_
     elif hasattr(layer, "in_proj_qkv"):
         sections = {"in_proj_qkv": mixed, "in_proj_z": [value], "in_proj_b": [one], "in_proj_a": [one]}
     else:
-        sections = {"q_proj": [key], "k_proj": [key], "v_proj": [value], "a_proj": [one], "b_proj": [one], "g_proj": [value]}
+        sections = {
+            "q_proj": [key],
+            "k_proj": [key],
+            "v_proj": [value],
+            "a_proj": [one],
+            "b_proj": [one],
+            "g_proj": [value],
+        }
     out = "out_proj" if hasattr(layer, "out_proj") else "o_proj"
 
     def made(part: Part, taken: Taken) -> Any:
         return view(
             layer,
             **taken,
-            **{name: part.share(getattr(layer, name)) for name in ("num_k_heads", "num_v_heads", "key_dim", "value_dim", "conv_dim")},
+            **{
+                name: part.share(getattr(layer, name))
+                for name in ("num_k_heads", "num_v_heads", "key_dim", "value_dim", "conv_dim")
+            },
             A_log=part.rows(layer.A_log, each),
             dt_bias=part.rows(layer.dt_bias, each),
             conv1d=convolution(layer.conv1d, part, mixed),
@@ -59,7 +69,10 @@ def delta_attention(layer: Any, documents: Documents, hidden_states: Tensor, **_
 
     def made(part: Part, taken: Taken) -> Any:
         sizes = {name: part.share(getattr(layer, name)) for name in ("num_heads", "qkv_dim")}
-        decay = {"dt_bias": part.rows(forget.dt_bias, layer.head_dim), "A_log": part.rows(forget.A_log, dim=2 if forget.A_log.ndim == 4 else 0)}
+        decay = {
+            "dt_bias": part.rows(forget.dt_bias, layer.head_dim),
+            "A_log": part.rows(forget.A_log, dim=2 if forget.A_log.ndim == 4 else 0),
+        }
         forgets = {"f_a_proj": same, "f_b_proj": taken["forget"], "f_proj": taken["forget"]}
         gates = {"g_a_proj": same, "g_b_proj": taken["gate"], "g_proj": taken["gate"]}
         return view(
@@ -79,7 +92,13 @@ def delta_attention(layer: Any, documents: Documents, hidden_states: Tensor, **_
 
 MIXERS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(
-        ("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet", "Qwen4ExpTextGatedDeltaNet", "OlmoHybridGatedDeltaNet"),
+        (
+            "Qwen3NextGatedDeltaNet",
+            "Qwen3_5GatedDeltaNet",
+            "Qwen3_5MoeGatedDeltaNet",
+            "Qwen4ExpTextGatedDeltaNet",
+            "OlmoHybridGatedDeltaNet",
+        ),
         gated_delta_net,
     ),
     **dict.fromkeys(("KimiLinearDeltaAttention", "BailingHybridDeltaAttention"), delta_attention),

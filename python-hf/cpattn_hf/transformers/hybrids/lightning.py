@@ -11,7 +11,9 @@ from torch import Tensor
 from .shared import Columns, Documents, Layer, Part, mix, same, view
 
 
-def lightning_attention(layer: Any, documents: Documents, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+def lightning_attention(
+    layer: Any, documents: Documents, hidden_states: Tensor, *_: Any, **__: Any
+) -> tuple[Tensor, None]:
     heads, dim = layer.num_attention_heads, layer.head_dim
 
     def made(part: Part, taken: Mapping[str, Callable[[Tensor], Tensor]]) -> Any:

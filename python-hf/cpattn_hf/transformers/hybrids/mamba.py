@@ -64,7 +64,10 @@ def zamba(layer: Any, documents: Documents, hidden_states: Tensor, **_: Any) -> 
             intermediate_size=part.share(layer.intermediate_size),
             in_proj=taken["in_proj"],
             conv1d=convolution(layer.conv1d, part, [Columns(head)]),
-            **{name: part.rows(getattr(layer, name)) for name in ("x_proj_weight", "dt_proj_weight", "dt_proj_bias", "A_log", "D")},
+            **{
+                name: part.rows(getattr(layer, name))
+                for name in ("x_proj_weight", "dt_proj_weight", "dt_proj_bias", "A_log", "D")
+            },
             out_proj=same,
         )
 

@@ -23,7 +23,9 @@ def mamba2(layer: Any, documents: Documents, hidden_states: Tensor, **_: Any) ->
     wide, state, step = Columns(each * layer.head_dim), Columns(layer.ssm_state_size, shared=not grouped), Columns(each)
     mixed = [wide, state, state]
     # Falcon-H1 multiplies before and after the projection.
-    projected = (layer.in_proj(hidden_states * getattr(layer, "ssm_in_multiplier", 1.0)) * getattr(layer, "mup_vector", 1.0))[0]
+    projected = (
+        layer.in_proj(hidden_states * getattr(layer, "ssm_in_multiplier", 1.0)) * getattr(layer, "mup_vector", 1.0)
+    )[0]
     gate, rest = projected.split([layer.intermediate_size, projected.shape[-1] - layer.intermediate_size], -1)
     normed = getattr(layer, "mamba_rms_norm", True)  # otherwise the scan takes the gate
 
@@ -59,5 +61,13 @@ def mamba2(layer: Any, documents: Documents, hidden_states: Tensor, **_: Any) ->
 
 
 MIXERS: dict[str, Callable[..., Any]] = dict.fromkeys(
-    ("Mamba2Mixer", "NemotronHMamba2Mixer", "FalconH1Mixer", "GraniteMoeHybridMambaLayer", "BambaMixer", "Zamba2MambaMixer"), mamba2
+    (
+        "Mamba2Mixer",
+        "NemotronHMamba2Mixer",
+        "FalconH1Mixer",
+        "GraniteMoeHybridMambaLayer",
+        "BambaMixer",
+        "Zamba2MambaMixer",
+    ),
+    mamba2,
 )

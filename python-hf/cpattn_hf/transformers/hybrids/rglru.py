@@ -36,7 +36,11 @@ def recurrent_block(layer: Any, documents: Documents, input_states: Tensor, *_: 
         )
 
     def arguments(x: Tensor) -> dict[str, Any]:
-        return {"position_ids": torch.arange(x.shape[1], device=x.device)[None], "attention_mask": None, "use_cache": False}
+        return {
+            "position_ids": torch.arange(x.shape[1], device=x.device)[None],
+            "attention_mask": None,
+            "use_cache": False,
+        }
 
     projections = {"linear_x": (layer.linear_x(input_states[0]), [block])}
     y = mix(layer, documents, Layer(unit.num_attention_heads, projections, made, block.width, arguments))

@@ -74,9 +74,13 @@ def convolution(conv: nn.Conv1d, part: Part, sections: Sequence[Columns]) -> nn.
     """A convolution of each channel by itself, with the channels of a part."""
     mine = part.columns(sections).to(conv.weight.device)
     if type(conv) is not nn.Conv1d:
-        raise Unsupported(f"a convolution is a {type(conv).__name__}, a Conv1d is needed: leave the convolutions of hybrids as they are")
+        raise Unsupported(
+            f"a convolution is a {type(conv).__name__}, a Conv1d is needed: leave the convolutions of hybrids as they are"
+        )
     bias = None if conv.bias is None else conv.bias[mine]
-    return view(conv, weight=conv.weight[mine], bias=bias, in_channels=len(mine), out_channels=len(mine), groups=len(mine))
+    return view(
+        conv, weight=conv.weight[mine], bias=bias, in_channels=len(mine), out_channels=len(mine), groups=len(mine)
+    )
 
 
 def same(x: Tensor) -> Tensor:

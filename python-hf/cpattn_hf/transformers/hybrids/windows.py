@@ -24,7 +24,9 @@ def _rows(documents: Documents, x: Tensor, taps: int, step: int = 1) -> Tensor:
     return halo.rows[halo.places[:, ::step]]
 
 
-def short_convolution(layer: Any, documents: Documents, hidden_states: Tensor, dynamic_input: Tensor | None = None, **_: Any) -> Tensor:
+def short_convolution(
+    layer: Any, documents: Documents, hidden_states: Tensor, dynamic_input: Tensor | None = None, **_: Any
+) -> Tensor:
     rows = _rows(documents, hidden_states, layer.conv_kernel_size - 1)
     # Weights that depend on a token are those of the last one only.
     more = () if dynamic_input is None else (dynamic_input[0, :, None].expand(-1, rows.shape[1], -1),)
@@ -40,7 +42,9 @@ def ngrams(layer: Any, documents: Documents, input_ids: Tensor, past_key_values:
     return out[None]
 
 
-def per_layer_embedding(layer: Any, documents: Documents, hidden_states: Tensor, input_ids: Tensor, *_: Any, **__: Any) -> Tensor:
+def per_layer_embedding(
+    layer: Any, documents: Documents, hidden_states: Tensor, input_ids: Tensor, *_: Any, **__: Any
+) -> Tensor:
     taps, step = layer.conv1d.kernel_size[0] - 1, layer.conv1d.dilation[0]
     near = view(layer, conv1d=view(layer.conv1d, dilation=(1,)), short_conv_state_len=taps)
 
@@ -56,7 +60,9 @@ def per_layer_embedding(layer: Any, documents: Documents, hidden_states: Tensor,
 def projections(layer: Any, documents: Documents, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, ...]:
     """Of queries, keys and values, which convolutions mix: each token's own are computed once."""
     if layer.v_proj_delayed.bias is not None:
-        raise Unsupported(f"{type(layer).__name__} has config.attention_bias, which is not supported: the first token of a document sees it")
+        raise Unsupported(
+            f"{type(layer).__name__} has config.attention_bias, which is not supported: the first token of a document sees it"
+        )
     names = ("q_proj", "k_proj", "v_proj_current", "v_proj_delayed")
     made = [getattr(layer, name)(hidden_states) for name in names]
     ends = torch.tensor([0, *(one.shape[-1] for one in made)]).cumsum(0).tolist()
@@ -67,7 +73,9 @@ def projections(layer: Any, documents: Documents, hidden_states: Tensor, *_: Any
 
 
 MIXERS: dict[str, Callable[..., Any]] = {
-    **dict.fromkeys(("InklingShortConvolution", "Inkling2ShortConvolution", "Inkling2DynamicShortConvolution"), short_convolution),
+    **dict.fromkeys(
+        ("InklingShortConvolution", "Inkling2ShortConvolution", "Inkling2DynamicShortConvolution"), short_convolution
+    ),
     "Qwen4ExpTextNGramEmbedding": ngrams,
     "ZayaCCAProjection": projections,
     "Qwen4ExpTextPLELayer": per_layer_embedding,

@@ -21,7 +21,13 @@ from .rows import Buffers, Rows, Run, Selection
 
 def rows_of(view: View, runs: Sequence[Run], buffers: Sequence[Buffer], device: torch.device) -> Rows:
     """Rows of a view as rows of its buffer."""
-    return Rows(buffers[view.buffer], view.buffer, (view.head, view.heads), [(view.row + first, count) for first, count in runs], device)
+    return Rows(
+        buffers[view.buffer],
+        view.buffer,
+        (view.head, view.heads),
+        [(view.row + first, count) for first, count in runs],
+        device,
+    )
 
 
 def by_mode(op: Op) -> dict[Mode, tuple[list[Run], list[Run]]]:
@@ -43,14 +49,18 @@ def count_of(op: Op) -> int:
 class Outcome:
     """What becomes of the forward's partial results of one mode."""
 
-    def __init__(self, op: Op, mode: Mode, places: list[Run], rows: list[Run], buffers: Sequence[Buffer], room: Fresh) -> None:
+    def __init__(
+        self, op: Op, mode: Mode, places: list[Run], rows: list[Run], buffers: Sequence[Buffer], room: Fresh
+    ) -> None:
         device, self._room = room.device, room
         self._mine = Selection(places, count_of(op), device)
         self._mode, self._sinks = mode, op.sinks if mode.finishes else None
         self._running = self._running_lse = None
         if mode.continues or not mode.finishes:
             assert op.running is not None and op.running_lse is not None
-            self._running, self._running_lse = (rows_of(view, rows, buffers, device) for view in (op.running, op.running_lse))
+            self._running, self._running_lse = (
+                rows_of(view, rows, buffers, device) for view in (op.running, op.running_lse)
+            )
         if mode.finishes:
             assert op.o is not None and op.lse is not None
             self._o, self._lse = (rows_of(view, rows, buffers, device) for view in (op.o, op.lse))
@@ -82,7 +92,9 @@ class Outcome:
 class Attend:
     """ATTEND."""
 
-    def __init__(self, op: Op, buffers: Sequence[Buffer], kernel: Kernel, dtype: torch.dtype, slopes: Tensor | None, room: Fresh) -> None:
+    def __init__(
+        self, op: Op, buffers: Sequence[Buffer], kernel: Kernel, dtype: torch.dtype, slopes: Tensor | None, room: Fresh
+    ) -> None:
         self.op, self._room = op, room
         self.work = Work(kernel, op, room.device, dtype, slopes, room) if count_of(op) else None
         self._outcomes = [Outcome(op, mode, *runs, buffers, room) for mode, runs in by_mode(op).items() if self.work]
@@ -114,14 +126,23 @@ class AttendBackward:
     """ATTEND_BACKWARD. `lse_gradient`: the loss has a gradient of lse."""
 
     def __init__(
-        self, op: Op, buffers: Sequence[Buffer], kernel: Kernel, dtype: torch.dtype, slopes: Tensor | None, room: Fresh, lse_gradient: bool
+        self,
+        op: Op,
+        buffers: Sequence[Buffer],
+        kernel: Kernel,
+        dtype: torch.dtype,
+        slopes: Tensor | None,
+        room: Fresh,
+        lse_gradient: bool,
     ) -> None:
         self.op, self._lse_gradient, self._room, device = op, lse_gradient, room, room.device
         self.work = Work(kernel, op, device, dtype, slopes, room) if count_of(op) else None
         self._dq = []
         if op.dq is not None and self.work:
             for mode, (places, rows) in by_mode(op).items():
-                self._dq.append((mode.continues, Selection(places, count_of(op), device), rows_of(op.dq, rows, buffers, device)))
+                self._dq.append(
+                    (mode.continues, Selection(places, count_of(op), device), rows_of(op.dq, rows, buffers, device))
+                )
         runs = runs_of(op.k_ranges)
         assert op.k is not None
         self._mine = Selection(runs, op.k.rows, device)
@@ -134,7 +155,16 @@ class AttendBackward:
             assert op.q and op.k and op.v and op.d_o and op.lse and op.delta
             o = None if op.o is None else buffers.at(op.o)
             lse, delta = buffers.column(op.lse), buffers.column(op.delta)
-            gradients = self.work.backward(buffers.at(op.d_o), buffers.at(op.q), buffers.at(op.k), buffers.at(op.v), o, lse, delta, self._lse_gradient)
+            gradients = self.work.backward(
+                buffers.at(op.d_o),
+                buffers.at(op.q),
+                buffers.at(op.k),
+                buffers.at(op.v),
+                o,
+                lse,
+                delta,
+                self._lse_gradient,
+            )
         dq, *of_keys = gradients
         for adds, mine, rows in self._dq:
             if dq is not None:

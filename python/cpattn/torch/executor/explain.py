@@ -39,10 +39,19 @@ def shown(call: dict[str, Any]) -> str:
 def outside(schedule: Schedule) -> str:
     """What PyTorch's operators do besides the calls."""
     kinds = [op.kind for op in schedule.ops]
-    merged = sum(q.range.len for op in schedule.ops if op.kind == OpKind.ATTEND for q in op.ranges if q.mode in (Mode.MERGE, Mode.LAST))
+    merged = sum(
+        q.range.len
+        for op in schedule.ops
+        if op.kind == OpKind.ATTEND
+        for q in op.ranges
+        if q.mode in (Mode.MERGE, Mode.LAST)
+    )
     found = {
         "calls in": sum(kind in (OpKind.ATTEND, OpKind.ATTEND_BACKWARD) for kind in kinds), "exchanges": kinds.count(OpKind.EXCHANGE),
         "sums": kinds.count(OpKind.SUM), "merges of parts of other ranks": kinds.count(OpKind.MERGE),
     }  # fmt: skip
-    parts = [f"{found.pop('calls in')} operations with a kernel", *(f"{count} {name}" for name, count in found.items() if count)]
+    parts = [
+        f"{found.pop('calls in')} operations with a kernel",
+        *(f"{count} {name}" for name, count in found.items() if count),
+    ]
     return ", ".join(parts) + (f", {merged} rows merged into earlier parts" if merged else "")

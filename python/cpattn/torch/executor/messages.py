@@ -38,7 +38,9 @@ class Network:
 
     tagged = True
 
-    def __init__(self, group: dist.ProcessGroup | None, members: Sequence[int], device: torch.device, timeout: float) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None, members: Sequence[int], device: torch.device, timeout: float
+    ) -> None:
         every: Any = dist.group.WORLD if group is None else group
         self.group, self.rank, self.world, self.device = every, members.index(dist.get_rank()), len(members), device
         self._members = members
@@ -84,7 +86,9 @@ class Network:
         into, out = torch.split(to, list(arriving)), torch.split(data, list(leaving))
         into[self.rank].copy_(out[self.rank])
         others = [peer for peer in range(self.world) if peer != self.rank]
-        messages = [(out[peer], peer, tag, True) for peer in others if leaving[peer]] + [(into[peer], peer, tag, False) for peer in others if arriving[peer]]
+        messages = [(out[peer], peer, tag, True) for peer in others if leaving[peer]] + [
+            (into[peer], peer, tag, False) for peer in others if arriving[peer]
+        ]
         if messages:
             self.wait(self.post(self.batch(messages)))
 

@@ -41,7 +41,9 @@ class Sums:
 
     def __init__(self, op: Op, buffers: Sequence[Buffer], room: Fresh) -> None:
         self._room = room
-        self._blocks = [(dst, sources, in_place(dst, sources)) for dst, sources in blocks(op.sums, buffers, room.device)]
+        self._blocks = [
+            (dst, sources, in_place(dst, sources)) for dst, sources in blocks(op.sums, buffers, room.device)
+        ]
 
     def run(self, buffers: Buffers) -> None:
         room = self._room
@@ -98,7 +100,9 @@ class Merges:
                 logs = of_lse.read(buffers, room)
                 values = room.cast(of_o.read(buffers, room), logs.dtype)
                 if self._of_callers:
-                    nothing = torch.eq(logs.narrow(2, 0, 1), -torch.inf, out=room.empty((*logs.shape[:2], 1), torch.bool))
+                    nothing = torch.eq(
+                        logs.narrow(2, 0, 1), -torch.inf, out=room.empty((*logs.shape[:2], 1), torch.bool)
+                    )
                     values = room.like(values).copy_(values).masked_fill_(nothing, 0.0)
                 parts.append((values, logs))
             to = o.target(buffers, parts[0][1].dtype)

@@ -29,7 +29,11 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def merge(
-    parts: Sequence[Partial], sinks: Tensor | None = None, room: Fresh | None = None, words: int = 2, to: Tensor | None = None
+    parts: Sequence[Partial],
+    sinks: Tensor | None = None,
+    room: Fresh | None = None,
+    words: int = 2,
+    to: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Partial results of the same rows as one: o, lse, and its rounding error if it has two `words`. `sinks`, [1, heads, n], join the
     sum of weights without values. `to`, which may be the first o, gets o."""
@@ -57,7 +61,9 @@ def merge(
     # A weight of infinity is a sink's, beside which all else is 0.
     scale = torch.clamp(total, min=_LEAST, out=room.like(base)).reciprocal_()
     first = parts[0][0]
-    o = torch.mul(first, weights[0].mul_(scale).unsqueeze(2), out=room.empty(first.shape, base.dtype) if to is None else to)
+    o = torch.mul(
+        first, weights[0].mul_(scale).unsqueeze(2), out=room.empty(first.shape, base.dtype) if to is None else to
+    )
     for (values, _), one in zip(parts[1:], weights[1:]):
         o.addcmul_(room.cast(values, o.dtype), one.mul_(scale).unsqueeze(2))
     return o, *log_sum(base, total, room, words)

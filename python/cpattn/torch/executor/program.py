@@ -73,14 +73,26 @@ class Streams(NamedTuple):
 class Program:
     """The steps of a schedule on this rank's device."""
 
-    def __init__(self, schedule: Schedule, network: Network, salt: int, attention: Attention | None, memories: Mapping[Lane, Memory]) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        network: Network,
+        salt: int,
+        attention: Attention | None,
+        memories: Mapping[Lane, Memory],
+    ) -> None:
         self.schedule, self._network, self._memories = schedule, network, memories
         self._rooms: list[Scratch] = []
         self.buffers = Buffers(schedule.buffers)
         self._workspace: Tensor | None = None
         self.tensors = {
             b.tensor.name.lower(): OfCaller(
-                at, _NAMES.get(b.tensor, b.tensor.name.lower()), b.shape, TORCH_DTYPES[b.dtype], b.tensor in _LSES, b.tensor in (Of.SINKS, Of.DSINKS)
+                at,
+                _NAMES.get(b.tensor, b.tensor.name.lower()),
+                b.shape,
+                TORCH_DTYPES[b.dtype],
+                b.tensor in _LSES,
+                b.tensor in (Of.SINKS, Of.DSINKS),
             )
             for at, b in enumerate(schedule.buffers)
             if b.tensor is not None
@@ -200,8 +212,9 @@ class Program:
 
     def _failure(self, at: int, error: RuntimeError) -> PeerError:
         op = self.schedule.ops[at]
-        return failure(self._network, f"operation {at} ({op.name}, {op.phase}, step {op.step})", self.steps[at].peers, error)
-
+        return failure(
+            self._network, f"operation {at} ({op.name}, {op.phase}, step {op.step})", self.steps[at].peers, error
+        )
 
 
 def host_order(ops: Sequence[Op], steps: Sequence[Any]) -> list[tuple[int, Any, int | None]]:
@@ -209,7 +222,11 @@ def host_order(ops: Sequence[Op], steps: Sequence[Any]) -> list[tuple[int, Any, 
     order: list[tuple[int, Any, int | None]] = []
     flight: int | None = None
     for at, (op, step) in enumerate(zip(ops, steps, strict=True)):
-        lands = flight if flight is not None and (op.lane == Lane.COMMUNICATION or (op.after is not None and op.after >= flight)) else None
+        lands = (
+            flight
+            if flight is not None and (op.lane == Lane.COMMUNICATION or (op.after is not None and op.after >= flight))
+            else None
+        )
         flight = None if lands is not None else flight
         order.append((at, step, lands))
         if isinstance(step, Exchange) and step.peers:

@@ -51,7 +51,9 @@ class Executor:
         communication = None if self._streams is None else self._streams.communication
         self._memories = {lane: Memory(self.device, communication) for lane in Lane}
         self._sizes = [0 for _ in Lane]
-        self._autocast = attempt(torch.is_autocast_enabled, self.device.type) is not None  # raises for a device without autocast
+        self._autocast = (
+            attempt(torch.is_autocast_enabled, self.device.type) is not None
+        )  # raises for a device without autocast
         self._lock, self._failed, self._closed = Lock(), "", False
 
     def forward(
@@ -67,7 +69,15 @@ class Executor:
         """Writes o and lse of this rank's tokens, and max_logit if it is there. q, k, v, sinks, o, lse: as for `Rank.forward`. `stream` is a
         torch.Stream of the device, None: the current one."""
         of_plan = {"dropout": None if dropout_seed is None else plan.settings.get("dropout")}
-        self._refuse({"return_max_logit": max_logit is not None, "dropout_seed": dropout_seed, "key_indices": key_indices, **of_plan}, tensors)
+        self._refuse(
+            {
+                "return_max_logit": max_logit is not None,
+                "dropout_seed": dropout_seed,
+                "key_indices": key_indices,
+                **of_plan,
+            },
+            tensors,
+        )
         with self._on(stream):
             program = self._program(plan, Direction.FORWARD)
             if max_logit is not None:
@@ -75,7 +85,14 @@ class Executor:
             self._run(program, tensors, max_logit=max_logit)
 
     def backward(
-        self, plan: Plan, stream: Any = None, *, d_lse: Tensor | None = None, dropout_seed: object = None, key_indices: object = None, **tensors: Tensor | None
+        self,
+        plan: Plan,
+        stream: Any = None,
+        *,
+        d_lse: Tensor | None = None,
+        dropout_seed: object = None,
+        key_indices: object = None,
+        **tensors: Tensor | None,
     ) -> None:
         """Writes dq, dk, dv (and dsinks, summed over all ranks): as `Rank.backward`. Either all ranks have a d_lse, or none has one."""
         self._refuse({"dropout_seed": dropout_seed, "key_indices": key_indices}, tensors)
@@ -96,7 +113,9 @@ class Executor:
     def _all_to_all(self, plan: Plan, way: AllToAll, side: Side, x: Tensor) -> Program:
         dtype = dtype_of("x", x)
         key = way, side, x.shape[2], dtype
-        return self._made(plan, key, lambda: (plan.all_to_all_schedule(self.network.rank, way, side, key[2], dtype), None))
+        return self._made(
+            plan, key, lambda: (plan.all_to_all_schedule(self.network.rank, way, side, key[2], dtype), None)
+        )
 
     def combine(
         self,
@@ -116,7 +135,9 @@ class Executor:
         tensors = {"partial_o": partial_o, "partial_lse": partial_lse, "o": o, "lse": lse, "sinks": sinks, **more}
         with self._on(stream):
             partial = dtype_of("o", partial_o)
-            program = self._made(plan, ("combine", to, partial), lambda: (plan.combine_schedule(self.network.rank, to, partial), None))
+            program = self._made(
+                plan, ("combine", to, partial), lambda: (plan.combine_schedule(self.network.rank, to, partial), None)
+            )
             self._run(program, tensors)
 
     def prepare(self, plan: Plan, direction: Direction) -> None:
@@ -174,7 +195,9 @@ class Executor:
         if self._streams is None:
             raise Unsupported(f"stream is {stream!r}, None is needed: {self.device} has no streams")
         if not callable(getattr(stream, "wait_event", None)):
-            raise InvalidArgument(f"stream is {stream!r}, a torch.Stream or None is needed with kernels={self.kernel.name!r}: None is the current stream of PyTorch")
+            raise InvalidArgument(
+                f"stream is {stream!r}, a torch.Stream or None is needed with kernels={self.kernel.name!r}: None is the current stream of PyTorch"
+            )
         if (device := torch.device(stream.device)) != self.device:
             raise InvalidArgument(f"stream.device is {device}, {self.device} is needed, the device of the context")
         current: AbstractContextManager[Any] = stream
@@ -185,13 +208,20 @@ class Executor:
             dtype = TORCH_DTYPES[plan.dtype]
             backward = {"backward": True, "lse_gradient": lse_gradient} if direction == Direction.BACKWARD else {}
             refuse(self.kernel, {**settings_of(plan), **backward, "device": self.device, "dtype": dtype})
-            return plan.schedule(self.network.rank, direction), Attention(self.kernel, dtype, slopes_of(plan), lse_gradient)
+            return plan.schedule(self.network.rank, direction), Attention(
+                self.kernel, dtype, slopes_of(plan), lse_gradient
+            )
 
         # Part of the key, so that a mode which is turned on after a plan's first run is refused as before it.
-        refused = torch.are_deterministic_algorithms_enabled() and not self.kernel.of(TORCH_DTYPES[plan.dtype]).honours.deterministic
+        refused = (
+            torch.are_deterministic_algorithms_enabled()
+            and not self.kernel.of(TORCH_DTYPES[plan.dtype]).honours.deterministic
+        )
         return self._made(plan, (direction, lse_gradient, refused), make, compare)
 
-    def _made(self, plan: Plan, key: Any, make: Callable[[], tuple[Schedule, Attention | None]], compare: bool = True) -> Program:
+    def _made(
+        self, plan: Plan, key: Any, make: Callable[[], tuple[Schedule, Attention | None]], compare: bool = True
+    ) -> Program:
         """The program of a plan. Its first run compares the plans of the ranks."""
         self._check_call()
         of_plan, names = self._programs.setdefault(plan, {}), self._names.setdefault(plan, {})
@@ -201,7 +231,10 @@ class Executor:
             try:
                 # Tables that were made in inference mode would be of no use outside of it. On a device they are of the communication stream,
                 # which every run is joined with at its beginning and its end, whatever stream its caller has.
-                with torch.inference_mode(False), nullcontext() if self._streams is None else self._streams.communication:
+                with (
+                    torch.inference_mode(False),
+                    nullcontext() if self._streams is None else self._streams.communication,
+                ):
                     schedule, attention = make()
                     program = of_plan[key] = Program(schedule, self.network, name >> 8, attention, self._memories)
             except Exception:
@@ -223,7 +256,10 @@ class Executor:
             return
         own, said = self.network.rank, self.transport.agree(0, self.network.world, name)
         if refusing := [rank for rank, one in enumerate(said) if one == REFUSED]:
-            raise Disagreement(f"ranks {refusing} of this group refused the call that rank {own} makes: see the error of these ranks", refusing[0])
+            raise Disagreement(
+                f"ranks {refusing} of this group refused the call that rank {own} makes: see the error of these ranks",
+                refusing[0],
+            )
         if others := [rank for rank, one in enumerate(said) if one != said[own]]:
             raise Disagreement(
                 f"rank {others[0]} runs another plan than rank {own}, or in another direction or with other results ({key[0]}, fingerprint "
@@ -232,9 +268,17 @@ class Executor:
             )
         self._compared.add(name)
 
-    def _run(self, program: Program, tensors: Mapping[str, Tensor | None], d_lse: Tensor | None = None, max_logit: Tensor | None = None) -> None:
+    def _run(
+        self,
+        program: Program,
+        tensors: Mapping[str, Tensor | None],
+        d_lse: Tensor | None = None,
+        max_logit: Tensor | None = None,
+    ) -> None:
         if not self._lock.acquire(blocking=False):
-            raise Busy(f"a call of another thread uses rank {self.network.rank} of the context: make one call at a time")
+            raise Busy(
+                f"a call of another thread uses rank {self.network.rank} of the context: make one call at a time"
+            )
         buffers, begun = program.buffers, False
         try:
             self._bind(program, tensors)
@@ -258,7 +302,9 @@ class Executor:
     def _exact(self) -> AbstractContextManager[Any]:
         """Without autocast, which would round partial results."""
         kind = self.device.type
-        return torch.autocast(kind, enabled=False) if self._autocast and torch.is_autocast_enabled(kind) else nullcontext()
+        return (
+            torch.autocast(kind, enabled=False) if self._autocast and torch.is_autocast_enabled(kind) else nullcontext()
+        )
 
     def _bind(self, program: Program, tensors: Mapping[str, Tensor | None]) -> None:
         """Gives a program the tensors of a call. They must be as the plan says, and the plan must have them."""
@@ -279,9 +325,13 @@ class Executor:
                 needed, dims = ((heads, count), "[heads, tokens]") if of.is_lse else (of.shape, "[tokens, heads, dim]")
                 raise InvalidArgument(f"{of.name} has the shape {tuple(tensor.shape)}, {needed} is needed: {dims}")
             if tensor.dtype != of.dtype:
-                raise InvalidArgument(f"{of.name}.dtype is {tensor.dtype}, {of.dtype} is needed: convert the tensor, or make the Plan with another dtype")
+                raise InvalidArgument(
+                    f"{of.name}.dtype is {tensor.dtype}, {of.dtype} is needed: convert the tensor, or make the Plan with another dtype"
+                )
             if tensor.device != self.device:
-                raise InvalidArgument(f"{of.name}.device is {tensor.device}, {self.device} is needed, the device of the context")
+                raise InvalidArgument(
+                    f"{of.name}.device is {tensor.device}, {self.device} is needed, the device of the context"
+                )
             program.buffers.tensors[of.number] = rows
 
     def _room(self, size: int) -> None:
@@ -321,7 +371,9 @@ class Executor:
         try:
             self.transport.poll()
         except PeerError as of_transport:
-            found = PeerError(f"{error}. {of_transport}", of_transport.peer if of_transport.peer is not None else error.peer)
+            found = PeerError(
+                f"{error}. {of_transport}", of_transport.peer if of_transport.peer is not None else error.peer
+            )
         except Error:
             pass
         with suppress(Error):
@@ -340,7 +392,9 @@ class Executor:
         if self._closed:
             raise InvalidHandle("this rank is closed: make a new one")
         if self._failed:
-            raise PeerError(f"the group has failed: make a new context on every rank. Its first error was: {self._failed}")
+            raise PeerError(
+                f"the group has failed: make a new context on every rank. Its first error was: {self._failed}"
+            )
 
 
 def dtype_of(name: str, x: Tensor) -> Dtype:
@@ -374,9 +428,18 @@ def slopes_of(plan: Plan) -> Tensor | None:
 
 def settings_of(plan: Plan) -> dict[str, Any]:
     """The options of a plan as `kernels.refuse` takes them: those that limit nothing are left out."""
-    found: dict[str, Any] = {"heads": plan.heads, "kv_heads": plan.kv_heads, "head_dim": plan.head_dim, "value_dim": plan.value_dim}
+    found: dict[str, Any] = {
+        "heads": plan.heads,
+        "kv_heads": plan.kv_heads,
+        "head_dim": plan.head_dim,
+        "value_dim": plan.value_dim,
+    }
     found |= {name: plan.settings.get(name) for name in ("softcap", "dropout", "alibi_slopes", "reproducible")}
-    found |= {name: limit for name in ("window_left", "window_right") if (limit := plan.settings.get(name)) is not None and limit < UNLIMITED}
+    found |= {
+        name: limit
+        for name in ("window_left", "window_right")
+        if (limit := plan.settings.get(name)) is not None and limit < UNLIMITED
+    }
     if torch.are_deterministic_algorithms_enabled():
         found["deterministic"] = True
     return found

@@ -23,4 +23,18 @@ from .scratch import Fresh, Memory, Scratch
 from .varlen import varlen
 from .work import Work
 
-__all__ = ["Fresh", "Honours", "Kernel", "Math", "Memory", "Rectangles", "Rows", "Scratch", "Work", "find", "of_model", "refuse", "varlen"]
+__all__ = [
+    "Fresh",
+    "Honours",
+    "Kernel",
+    "Math",
+    "Memory",
+    "Rectangles",
+    "Rows",
+    "Scratch",
+    "Work",
+    "find",
+    "of_model",
+    "refuse",
+    "varlen",
+]

@@ -42,7 +42,7 @@ def module_of(name: str) -> Any:
         except Exception:  # noqa: BLE001 (Transformers, kernels and the hub each have errors of their own)
             pass
         raise Unsupported(
-            f"kernels={name!r} needs the package {package}: {error}. Install it or Hugging Face's kernels, or use kernels=\"torch\""
+            f'kernels={name!r} needs the package {package}: {error}. Install it or Hugging Face\'s kernels, or use kernels="torch"'
         ) from error
 
 
@@ -50,7 +50,9 @@ def functions(name: str, module: Any, *names: str) -> list[Any]:
     """Functions of a package's module."""
     missing = [one for one in names if not hasattr(module, one)]
     if missing:
-        raise Unsupported(f"kernels={name!r}: {module.__name__} has no {', '.join(missing)}: use another version, or kernels=\"torch\"")
+        raise Unsupported(
+            f'kernels={name!r}: {module.__name__} has no {", ".join(missing)}: use another version, or kernels="torch"'
+        )
     return [getattr(module, one) for one in names]
 
 
@@ -70,11 +72,31 @@ class FlashAttention2(Kernel):
         return o, packed_lse(lse, call)
 
     def backward(
-        self, d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor | None, lse: Tensor, call: Rectangles, delta: Tensor | None = None
+        self,
+        d_o: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor | None,
+        lse: Tensor,
+        call: Rectangles,
+        delta: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         dq, dk, dv = fresh(q, k, v)
         self._backward(
-            d_o, q, k, v, o, lse, dq, dk, dv, *bounds(call), dropout_p=0.0, **options(call), deterministic=call.deterministic
+            d_o,
+            q,
+            k,
+            v,
+            o,
+            lse,
+            dq,
+            dk,
+            dv,
+            *bounds(call),
+            dropout_p=0.0,
+            **options(call),
+            deterministic=call.deterministic,
         )
         return dq, dk, dv
 
@@ -100,14 +122,24 @@ class FlashAttention3(Kernel):
     honours = Honours(dtypes=HALF, head_dim=256, head_dim_multiple=8, softcap=True, deterministic=True, strides=True)
 
     def __init__(self, module: Any = None):
-        self._forward, self._backward = functions(self.name, module or module_of(self.name), "_flash_attn_forward", "_flash_attn_backward")
+        self._forward, self._backward = functions(
+            self.name, module or module_of(self.name), "_flash_attn_forward", "_flash_attn_backward"
+        )
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Rectangles) -> tuple[Tensor, Tensor]:
         o, lse, *_ = self._forward(q, k, v, **named_lengths(call), **without_slopes(call))
         return o, packed_lse(lse, call)
 
     def backward(
-        self, d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor | None, lse: Tensor, call: Rectangles, delta: Tensor | None = None
+        self,
+        d_o: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor | None,
+        lse: Tensor,
+        call: Rectangles,
+        delta: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         dq, dk, dv = fresh(q, k, v)
         told = without_slopes(call)
@@ -122,17 +154,29 @@ class FlashAttention4(Kernel):
     """Its backward takes the gradient of lse, so that delta needs no o."""
 
     name = "flash_attn_4"
-    honours = Honours(dtypes=HALF, head_dim=128, head_dim_multiple=8, softcap=True, deterministic=True, takes_delta=True)
+    honours = Honours(
+        dtypes=HALF, head_dim=128, head_dim_multiple=8, softcap=True, deterministic=True, takes_delta=True
+    )
 
     def __init__(self, module: Any = None):
-        self._forward, self._backward = functions(self.name, module or module_of(self.name), "_flash_attn_fwd", "_flash_attn_bwd")
+        self._forward, self._backward = functions(
+            self.name, module or module_of(self.name), "_flash_attn_fwd", "_flash_attn_bwd"
+        )
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Rectangles) -> tuple[Tensor, Tensor]:
         o, lse, *_ = self._forward(q, k, v, **named_lengths(call), **with_none(call), return_lse=True)
         return o, lse
 
     def backward(
-        self, d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor | None, lse: Tensor, call: Rectangles, delta: Tensor | None = None
+        self,
+        d_o: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor | None,
+        lse: Tensor,
+        call: Rectangles,
+        delta: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         assert delta is not None
         dq, dk, dv = fresh(q, k, v)

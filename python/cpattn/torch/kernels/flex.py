@@ -45,7 +45,9 @@ class Flex(Kernel):
     def __init__(self, device: torch.device | str = "cpu", attention: Callable[..., Any] | None = None):
         self._on_cpu = torch.device(device).type == "cpu"
         self._gradients = Math() if self._on_cpu and attention is None else None
-        self._attention: Callable[..., Any] = attention or (flex_attention if self._on_cpu else torch.compile(flex_attention))
+        self._attention: Callable[..., Any] = attention or (
+            flex_attention if self._on_cpu else torch.compile(flex_attention)
+        )
         self.honours = Honours(
             dtypes=(torch.float64, torch.float32, *HALF) if self._on_cpu else (torch.float32, *HALF),
             value_dim=True,
@@ -68,7 +70,15 @@ class Flex(Kernel):
         return o, lse
 
     def backward(
-        self, d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor | None, lse: Tensor, call: Rows, delta: Tensor | None = None
+        self,
+        d_o: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor | None,
+        lse: Tensor,
+        call: Rows,
+        delta: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         if self._gradients is not None:
             return self._gradients.backward(d_o, q, k, v, o, lse, call, delta)
@@ -95,7 +105,14 @@ class Flex(Kernel):
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, tables: Tables, call: Rows) -> tuple[Tensor, Tensor]:
         groups = q.shape[1] != k.shape[1]
         o, others = self._attention(
-            q, k, v, score_mod=tables.score, block_mask=tables.mask, scale=call.scale, enable_gqa=groups, return_aux=AuxRequest(lse=True)
+            q,
+            k,
+            v,
+            score_mod=tables.score,
+            block_mask=tables.mask,
+            scale=call.scale,
+            enable_gqa=groups,
+            return_aux=AuxRequest(lse=True),
         )
         return o, others.lse
 
@@ -167,7 +184,10 @@ def mask_of(begin: Tensor, end: Tensor, keys: int, device: torch.device) -> Bloc
     partial = some & ~full
     lists = []
     for which in (partial, full):
-        lists += [which.sum(1).int()[None, None], which.int().argsort(dim=1, descending=True, stable=True).int()[None, None]]
+        lists += [
+            which.sum(1).int()[None, None],
+            which.int().argsort(dim=1, descending=True, stable=True).int()[None, None],
+        ]
     begin, end = begin.to(device), end.to(device)
 
     def allowed(_: Tensor, __: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -194,7 +214,9 @@ def score_of(call: Rows, q: Tensor, k: Tensor) -> Callable[..., Tensor] | None:
             return cap * torch.tanh(score / cap)
 
         return capped
-    slopes = torch.cat([group.slopes[None].expand(len(group.rows), -1) for group in call.groups if group.slopes is not None])
+    slopes = torch.cat(
+        [group.slopes[None].expand(len(group.rows), -1) for group in call.groups if group.slopes is not None]
+    )
     x, y = (places.to(q.device) for places in places_of(call.groups, k.cpu()))
 
     def sloped(score: Tensor, _: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -207,7 +229,11 @@ def score_of(call: Rows, q: Tensor, k: Tensor) -> Callable[..., Tensor] | None:
 
 def places_of(groups: tuple[Group, ...], k: Tensor) -> tuple[Tensor, Tensor]:
     """One position for each row and each key, whose differences are the distances of all pairs."""
-    y, known, rows = torch.zeros(len(k), dtype=torch.long, device="cpu"), torch.zeros(len(k), dtype=torch.bool, device="cpu"), []
+    y, known, rows = (
+        torch.zeros(len(k), dtype=torch.long, device="cpu"),
+        torch.zeros(len(k), dtype=torch.bool, device="cpu"),
+        [],
+    )
     for group in groups:
         moves: set[int] = set()
         for keys in group.keys:
@@ -225,4 +251,6 @@ def places_of(groups: tuple[Group, ...], k: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def refused() -> Unsupported:
-    return Unsupported("kernels='flex' has one position for each key, and alibi_slopes with these slices need several: use kernels=\"math\" or \"cpattn\"")
+    return Unsupported(
+        'kernels=\'flex\' has one position for each key, and alibi_slopes with these slices need several: use kernels="math" or "cpattn"'
+    )

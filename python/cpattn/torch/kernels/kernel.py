@@ -69,7 +69,15 @@ class Kernel:
         raise NotImplementedError
 
     def backward(
-        self, d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor | None, lse: Tensor, call: Any, delta: Tensor | None = None
+        self,
+        d_o: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor | None,
+        lse: Tensor,
+        call: Any,
+        delta: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk and dv with p = exp(s - lse) and ds = p·(dp - delta): `lse` and `delta` [heads, rows] are those of whole rows, of which
         a call may have a part of the keys. `o` is some tensor with rowsum(o·d_o) = delta, for kernels that compute delta themselves."""
@@ -101,7 +109,11 @@ def refuse(kernel: Kernel, settings: Mapping[str, Any]) -> None:
 
     if dtype is not None and dtype not in able.dtypes:
         no("dtype", dtype, f"one of {', '.join(map(str, able.dtypes))} is needed")
-    if (device := settings.get("device")) is not None and able.devices is not None and torch.device(device).type not in able.devices:
+    if (
+        (device := settings.get("device")) is not None
+        and able.devices is not None
+        and torch.device(device).type not in able.devices
+    ):
         no("device", device, f"one of {', '.join(able.devices)} is needed")
     head_dim = settings.get("head_dim") or 0
     value_dim = settings.get("value_dim") or head_dim
@@ -109,10 +121,19 @@ def refuse(kernel: Kernel, settings: Mapping[str, Any]) -> None:
     for name, dim in (("head_dim", head_dim), ("value_dim", value_dim)):
         if able.head_dim is not None and dim > able.head_dim:
             no(name, dim, f"at most {able.head_dim} is needed")
-    if able.head_dim is not None and settings.get("lse_gradient") and not able.takes_delta and head_dim <= able.head_dim >= value_dim:
+    if (
+        able.head_dim is not None
+        and settings.get("lse_gradient")
+        and not able.takes_delta
+        and head_dim <= able.head_dim >= value_dim
+    ):
         # Its columns: see `packed`.
         if (needed := value_dim + columns_of_delta(dtype)) > able.head_dim:
-            no("the gradient of lse", "used", f"value_dim of at most {able.head_dim - needed + value_dim} is needed, or return_lse=False")
+            no(
+                "the gradient of lse",
+                "used",
+                f"value_dim of at most {able.head_dim - needed + value_dim} is needed, or return_lse=False",
+            )
     for name in ("window_left", "window_right"):
         # Every causal mask is a window with the limit 0 on the right.
         if settings.get(name) is not None and not able.windows and not (name == "window_right" and settings[name] == 0):
@@ -142,7 +163,9 @@ def refuse(kernel: Kernel, settings: Mapping[str, Any]) -> None:
     if settings.get("backward") and not able.backward:
         no("backward", True, "a forward without gradients is needed (torch.no_grad)")
     if faults:
-        raise Unsupported(f"kernels={kernel.name!r} honours no such call: {'; '.join(faults)}. {way_out(kernel, settings)}")
+        raise Unsupported(
+            f"kernels={kernel.name!r} honours no such call: {'; '.join(faults)}. {way_out(kernel, settings)}"
+        )
 
 
 def columns_of_delta(dtype: torch.dtype | None) -> int:
@@ -162,6 +185,11 @@ def way_out(kernel: Kernel, settings: Mapping[str, Any]) -> str:
     """What to use instead."""
     ours = 'kernels="cpattn", the kernels of this library'
     of_ours = ("dropout_seed", "key_indices", "lse_base", "block_table", "page_size", "page_stride")
-    if settings.get("dropout") or settings.get("reproducible") or kernel.name == "math" or any(settings.get(name) is not None for name in of_ours):
+    if (
+        settings.get("dropout")
+        or settings.get("reproducible")
+        or kernel.name == "math"
+        or any(settings.get(name) is not None for name in of_ours)
+    ):
         return f"Use {ours}"
     return f'Use {ours}, or kernels="math", which has no such limit'

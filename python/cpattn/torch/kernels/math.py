@@ -65,7 +65,15 @@ class Math(Kernel):
         return o, lse
 
     def backward(
-        self, d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor | None, lse: Tensor, call: Rows, delta: Tensor | None = None
+        self,
+        d_o: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor | None,
+        lse: Tensor,
+        call: Rows,
+        delta: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         wide, device = accumulator(q.dtype), q.device
         heads = q.shape[1] if call.per_q_head else k.shape[1]
@@ -81,13 +89,17 @@ class Math(Kernel):
                 keys, values = (x.index_select(0, part.k_rows).to(wide)[:, call.kv] for x in (k, v))
                 d, of_q = d_o[part.rows].to(wide), q[part.rows].to(wide)
                 p = weights(part.scores, lse[:, part.rows].to(wide))
-                ds = p * (torch.einsum("qhd,khd->hqk", d, values) - delta[:, part.rows].to(wide)[..., None]) * part.slope
+                ds = (
+                    p * (torch.einsum("qhd,khd->hqk", d, values) - delta[:, part.rows].to(wide)[..., None]) * part.slope
+                )
                 if call.queries:
                     dq[part.rows] = torch.einsum("hqk,khd->qhd", ds, keys)
                 if call.keys:
                     for sum_of, left, right in ((dk, ds, of_q), (dv, p, d)):
                         by_head = torch.einsum("hqk,qhd->khd", left, right)
-                        gathered = torch.zeros(len(part.k_rows), heads, by_head.shape[2], dtype=wide, device=device).index_add_(1, to, by_head)
+                        gathered = torch.zeros(
+                            len(part.k_rows), heads, by_head.shape[2], dtype=wide, device=device
+                        ).index_add_(1, to, by_head)
                         sum_of.index_add_(0, part.k_rows, gathered)
         return dq, dk, dv
 

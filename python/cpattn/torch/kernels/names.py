@@ -51,7 +51,11 @@ def of_model(implementation: str, device: torch.device | str) -> Kernel:
     """The kernel of what a model's `attn_implementation` names: kernels="model"."""
     if implementation not in OF_MODELS:
         known = ", ".join(map(repr, OF_MODELS))
-        raise refused("attn_implementation", implementation, f"one of {known} is needed for kernels='model': name a kernel, or give one")
+        raise refused(
+            "attn_implementation",
+            implementation,
+            f"one of {known} is needed for kernels='model': name a kernel, or give one",
+        )
     return find(OF_MODELS[implementation], device)
 
 
@@ -62,5 +66,9 @@ def find(kernel: str | Kernel, device: torch.device | str) -> Kernel:
         return kernel
     if not isinstance(kernel, str) or kernel not in KERNELS:
         names = ", ".join(map(repr, KERNELS))
-        raise refused("kernels", kernel, f"'cpattn', one of {names}, or a Kernel is needed: cpattn.torch.kernels.varlen makes one of two functions")
+        raise refused(
+            "kernels",
+            kernel,
+            f"'cpattn', one of {names}, or a Kernel is needed: cpattn.torch.kernels.varlen makes one of two functions",
+        )
     return KERNELS[kernel](torch.device(device))

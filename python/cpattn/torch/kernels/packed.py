@@ -30,6 +30,7 @@ from .trial import returned, returned_gradients, tried
 if TYPE_CHECKING:
     from .work import Work
 
+
 def index_of(rows: Tensor, device: torch.device) -> Index:
     """Rows as a slice, which copies nothing, or as a table on the device."""
     if len(rows) and bool((rows.diff() == 1).all()):
@@ -107,7 +108,11 @@ class ByRectangles:
         groups: dict[tuple[int | None, int | None], list[Rectangle]] = {}
         for one in found:
             groups.setdefault((one.left, one.right), []).append(one)
-        rows = torch.arange(work.rows.start, work.rows.stop, device="cpu") if isinstance(work.rows, slice) else work.rows.cpu()
+        rows = (
+            torch.arange(work.rows.start, work.rows.stop, device="cpu")
+            if isinstance(work.rows, slice)
+            else work.rows.cpu()
+        )
         of_q = Places(work.count, work.device)
         of_k = Places(work.k.rows, work.device)
         self._calls = [self._call(op, limits, group, rows, of_q, of_k, slopes) for limits, group in groups.items()]
@@ -154,7 +159,13 @@ class ByRectangles:
             op.score.softcap,
             of_sequences,
         )
-        return Call(index_of(rows[torch.cat(q)], device), index_of(torch.cat(k), device), arguments, of_q.turns(q), of_k.turns(k))
+        return Call(
+            index_of(rows[torch.cat(q)], device),
+            index_of(torch.cat(k), device),
+            arguments,
+            of_q.turns(q),
+            of_k.turns(k),
+        )
 
     def _describe(self, call: Call, group: Sequence[Rectangle]) -> dict[str, Any]:
         told = call.arguments
@@ -215,7 +226,9 @@ class ByRectangles:
                 d, o = with_delta(room, d, of_rows, columns)
                 o = room.contiguous(padded(room, o, dims[1]))
             d = self._strided(padded(room, d, dims[1]))
-            parts = self.kernel.backward(d, *mine, o, room.contiguous(logs.t()), call.arguments, delta=room.contiguous(of_rows.t()))
+            parts = self.kernel.backward(
+                d, *mine, o, room.contiguous(logs.t()), call.arguments, delta=room.contiguous(of_rows.t())
+            )
             returned_gradients(self.kernel, mine, parts)
             of_q, *of_keys = parts
             if queries:
@@ -223,7 +236,10 @@ class ByRectangles:
                 of_q = torch.neg(of_q, out=room.like(of_q)) if self._negative else of_q
                 dq = self._collected(dq, of_q, call.of_q)
             if keys:
-                of_keys = [part if part.shape[2] == x.shape[2] else part.narrow(2, 0, x.shape[2]) for part, x in zip(of_keys, (k, v))]
+                of_keys = [
+                    part if part.shape[2] == x.shape[2] else part.narrow(2, 0, x.shape[2])
+                    for part, x in zip(of_keys, (k, v))
+                ]
                 of_keys = [self.heads.summed(room.cast(part, kind), room) for part in of_keys]
                 dk, dv = (self._collected(whole, part, call.of_k) for whole, part in zip((dk, dv), of_keys))
         return dq, dk, dv
@@ -242,13 +258,15 @@ class ByRectangles:
         if (found := self._dims_of.get((q.shape[2], v.shape[2], columns))) is not None:
             return found
         able = self.able
-        dims = [-(-dim // able.head_dim_multiple) * able.head_dim_multiple for dim in (q.shape[2], v.shape[2] + columns)]
+        dims = [
+            -(-dim // able.head_dim_multiple) * able.head_dim_multiple for dim in (q.shape[2], v.shape[2] + columns)
+        ]
         if not able.value_dim:
             dims = [max(dims)] * 2
         if able.head_dim is not None and max(dims) > able.head_dim:
             of_lse = ", of which the gradient of lse takes some columns" if columns else ""
             raise Unsupported(
-                f"kernels={self.kernel.name!r} has head dims up to {able.head_dim}, {max(dims)} is needed{of_lse}: use kernels=\"math\" or \"cpattn\""
+                f'kernels={self.kernel.name!r} has head dims up to {able.head_dim}, {max(dims)} is needed{of_lse}: use kernels="math" or "cpattn"'
             )
         self._dims_of[q.shape[2], v.shape[2], columns] = dims[0], dims[1]
         return dims[0], dims[1]
@@ -256,7 +274,11 @@ class ByRectangles:
     def _inputs(self, q: Tensor, k: Tensor, v: Tensor, dims: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
         room = self.work.room
         q = torch.neg(q, out=room.like(q)) if self._negative else q
-        q, k, v = padded(room, q, dims[0]), padded(room, self.heads.expanded(k, room), dims[0]), padded(room, self.heads.expanded(v, room), dims[1])
+        q, k, v = (
+            padded(room, q, dims[0]),
+            padded(room, self.heads.expanded(k, room), dims[0]),
+            padded(room, self.heads.expanded(v, room), dims[1]),
+        )
         return self._strided(q), self._strided(k), self._strided(v)
 
     def _strided(self, x: Tensor) -> Tensor:
@@ -267,7 +289,7 @@ def refuse_windows(name: str, rectangles: Iterable[Rectangle]) -> None:
     for one in rectangles:
         if one.left is not None:
             raise Unsupported(
-                f"kernels={name!r} has no limit on the left, and window_left, or a band of the slices, needs one: use kernels=\"flex\", \"math\" or \"cpattn\""
+                f'kernels={name!r} has no limit on the left, and window_left, or a band of the slices, needs one: use kernels="flex", "math" or "cpattn"'
             )
 
 

@@ -67,7 +67,11 @@ def pieces_of(q: Range, at: int, k: Range, band: Band, score: Score) -> Iterator
     residues = q.period == k.period and not plain(q, *q_rows) and not plain(k, *k_rows)
     blocks = max(1, (q_rows[1] - q_rows[0]) // q.block)
     # Rows copied: each residue's for each of the other range; about half of all keys for each block.
-    if residues and (q_rows[1] - q_rows[0]) * k.block + (k_rows[1] - k_rows[0]) * q.block <= blocks * (k_rows[1] - k_rows[0]) // 2:
+    if (
+        residues
+        and (q_rows[1] - q_rows[0]) * k.block + (k_rows[1] - k_rows[0]) * q.block
+        <= blocks * (k_rows[1] - k_rows[0]) // 2
+    ):
         yield from by_residues(q, q_rows, at, k, k_rows, (low, high), band.shift)
     else:
         yield from by_blocks(q, q_rows, at, k, k_rows, (low, high), band, score)
@@ -105,7 +109,14 @@ def by_residues(
 
 
 def by_blocks(
-    q: Range, q_rows: tuple[int, int], at: int, k: Range, k_rows: tuple[int, int], limits: tuple[int, int], band: Band, score: Score
+    q: Range,
+    q_rows: tuple[int, int],
+    at: int,
+    k: Range,
+    k_rows: tuple[int, int],
+    limits: tuple[int, int],
+    band: Band,
+    score: Score,
 ) -> Iterator[Piece]:
     begins, ends = (x.tolist() for x in interval(q, k, band, score))
     for first, end in blocks_of(q, *q_rows):
@@ -123,7 +134,9 @@ def by_blocks(
         for part in ((outer[0], inner[0]), (inner[1], outer[1])):
             for k_first, k_end in blocks_of(k, *part):
                 base = place(k, k_first) - place(q, first) + band.shift
-                yield Piece(mine, (Run(k.row + k_first, k_end - k_first),), minus(limits[0], base), minus(limits[1], base), base)
+                yield Piece(
+                    mine, (Run(k.row + k_first, k_end - k_first),), minus(limits[0], base), minus(limits[1], base), base
+                )
 
 
 def blocks_of(r: Range, begin: int, end: int) -> Iterator[tuple[int, int]]:

@@ -33,13 +33,13 @@ class Block(NamedTuple):
 
 class TorchCpu(Kernel):
     name = "torch"
-    honours = Honours(
-        dtypes=(torch.float64, torch.float32, *HALF), devices=("cpu",), deterministic=True, strides=True
-    )
+    honours = Honours(dtypes=(torch.float64, torch.float32, *HALF), devices=("cpu",), deterministic=True, strides=True)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Rectangles) -> tuple[Tensor, Tensor]:
         if (batch := equal(call)) is not None:
-            o, lse = attend(split(q, batch), split(k, batch), split(v, batch), call.scale, Block(slice(0), slice(0), square(call)))
+            o, lse = attend(
+                split(q, batch), split(k, batch), split(v, batch), call.scale, Block(slice(0), slice(0), square(call))
+            )
             return o.transpose(1, 2).flatten(0, 1), lse.transpose(0, 1).flatten(1)
         o, lse = torch.empty_like(q), q.new_empty(q.shape[1], q.shape[0], dtype=wide(q.dtype))
         for blocks in sequences(call):
@@ -55,7 +55,15 @@ class TorchCpu(Kernel):
         return o, lse
 
     def backward(
-        self, d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor | None, lse: Tensor, call: Rectangles, delta: Tensor | None = None
+        self,
+        d_o: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor | None,
+        lse: Tensor,
+        call: Rectangles,
+        delta: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         assert o is not None
         if (batch := equal(call)) is not None:
@@ -68,7 +76,9 @@ class TorchCpu(Kernel):
         for blocks in sequences(call):
             for block in blocks:
                 d, of_q, of_o = (one(x[block.q]) for x in (d_o, q, o))
-                parts = gradients(d, of_q, one(k[block.k]), one(v[block.k]), of_o, lse[None, :, block.q], call.scale, block)
+                parts = gradients(
+                    d, of_q, one(k[block.k]), one(v[block.k]), of_o, lse[None, :, block.q], call.scale, block
+                )
                 for whole, rows, part in zip((dq, dk, dv), (block.q, block.k, block.k), parts):
                     whole[rows] += part[0].transpose(0, 1)
         return dq, dk, dv

@@ -49,7 +49,15 @@ class Flash(Kernel):
         return o, packed_lse(lse, call)
 
     def backward(
-        self, d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor | None, lse: Tensor, call: Rectangles, delta: Tensor | None = None
+        self,
+        d_o: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor | None,
+        lse: Tensor,
+        call: Rectangles,
+        delta: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         left, right = window(call)
         # The state of random numbers, which only dropout reads.
@@ -72,18 +80,47 @@ class Efficient(Kernel):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Rectangles) -> tuple[Tensor, Tensor]:
         o, lse, *_ = torch.ops.aten._efficient_attention_forward(
-            q[None], k[None], v[None], None, *lengths(call), 0.0, mask_type(call), compute_log_sumexp=True, scale=call.scale
+            q[None],
+            k[None],
+            v[None],
+            None,
+            *lengths(call),
+            0.0,
+            mask_type(call),
+            compute_log_sumexp=True,
+            scale=call.scale,
         )
         return o[0], packed_lse(lse, call)
 
     def backward(
-        self, d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor | None, lse: Tensor, call: Rectangles, delta: Tensor | None = None
+        self,
+        d_o: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor | None,
+        lse: Tensor,
+        call: Rectangles,
+        delta: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         assert o is not None
         padded = padded_lse(lse, call, longest(call))
         state = torch.zeros((), dtype=torch.int64, device=q.device)
         dq, dk, dv, _ = torch.ops.aten._efficient_attention_backward(
-            d_o[None], q[None], k[None], v[None], None, o[None], *lengths(call), padded, 0.0, state, state, mask_type(call), False, scale=call.scale
+            d_o[None],
+            q[None],
+            k[None],
+            v[None],
+            None,
+            o[None],
+            *lengths(call),
+            padded,
+            0.0,
+            state,
+            state,
+            mask_type(call),
+            False,
+            scale=call.scale,
         )
         return dq[0], dk[0], dv[0]
 
@@ -96,5 +133,7 @@ def longest(call: Rectangles) -> int:
 def mask_type(call: Rectangles) -> int:
     """No mask, or a causal one: a call has no other limits, since `windows` is not honoured."""
     if call.window_left is not None or call.window_right not in (None, 0):
-        raise Unsupported(f"kernels='torch' has no window {window(call)} in f32: use kernels=\"flex\", \"math\" or \"cpattn\", or bf16")
+        raise Unsupported(
+            f'kernels=\'torch\' has no window {window(call)} in f32: use kernels="flex", "math" or "cpattn", or bf16'
+        )
     return 0 if call.window_right is None else CAUSAL_FROM_BOTTOM_RIGHT

@@ -20,7 +20,9 @@ from .rectangles import Rectangles
 
 
 def wrong(kernel: Kernel, what: str, found: Any, needed: str) -> InvalidArgument:
-    return InvalidArgument(f"kernels={kernel.name!r}: {what} is {found}, {needed} is needed: the kernel is not as cpattn.torch.kernels.Kernel says")
+    return InvalidArgument(
+        f"kernels={kernel.name!r}: {what} is {found}, {needed} is needed: the kernel is not as cpattn.torch.kernels.Kernel says"
+    )
 
 
 def is_tensor(kernel: Kernel, what: str, x: Any, shape: tuple[int, ...], like: Tensor) -> None:
@@ -85,7 +87,9 @@ def attempt(kernel: Kernel, device: torch.device, dtype: torch.dtype, limits: tu
     rows, keys = (sum(x) for x in zip(*lengths))
     random = torch.Generator().manual_seed(1)
     shapes = ((rows, heads, dim), *((keys, heads // (2 if able.group else 1), dim),) * 2, (rows, heads, dim))
-    q, k, v, d_o = (torch.randn(shape, generator=random, dtype=torch.float64, device="cpu").to(dtype) for shape in shapes)
+    q, k, v, d_o = (
+        torch.randn(shape, generator=random, dtype=torch.float64, device="cpu").to(dtype) for shape in shapes
+    )
     o, lse, dq, dk, dv = expected(q.double(), k.double(), v.double(), d_o.double(), lengths, limits)
     starts = [torch.tensor([0, *x], device="cpu").cumsum(0).int().to(device) for x in zip(*lengths)]
     call = Rectangles(starts[0], starts[1], 6, 9, lengths, *limits, dim**-0.5)
@@ -99,14 +103,28 @@ def attempt(kernel: Kernel, device: torch.device, dtype: torch.dtype, limits: tu
         if able.backward:
             delta = (o * d_o.cpu().double()).sum(2).T.contiguous()
             whole = lse.to(device, accumulator).contiguous()
-            gradients = kernel.backward(d_o, q, k, v, None if able.takes_delta else o.to(device, dtype), whole, call, delta=delta.to(device, accumulator))
+            gradients = kernel.backward(
+                d_o,
+                q,
+                k,
+                v,
+                None if able.takes_delta else o.to(device, dtype),
+                whole,
+                call,
+                delta=delta.to(device, accumulator),
+            )
             returned_gradients(kernel, (q, k, v), gradients)
             for name, mine, want in zip(("dq", "dk", "dv"), gradients, (dq, dk, dv)):
                 compare(kernel, name, mine, want, dtype, limits)
 
 
 def expected(
-    q: Tensor, k: Tensor, v: Tensor, d_o: Tensor, lengths: tuple[tuple[int, int], ...], limits: tuple[int | None, int | None]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    d_o: Tensor,
+    lengths: tuple[tuple[int, int], ...],
+    limits: tuple[int | None, int | None],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """o, lse, dq, dk and dv in f64."""
     group, left, right = q.shape[1] // k.shape[1], *limits
@@ -129,7 +147,9 @@ def expected(
     return o.detach(), lse.detach(), dq, dk, dv
 
 
-def compare(kernel: Kernel, name: str, found: Tensor, wanted: Tensor, dtype: torch.dtype, limits: tuple[int | None, int | None]) -> None:
+def compare(
+    kernel: Kernel, name: str, found: Tensor, wanted: Tensor, dtype: torch.dtype, limits: tuple[int | None, int | None]
+) -> None:
     mine = found.detach().cpu().double()
     if bool(mine.isnan().any()):
         raise wrong(kernel, name, "NaN in rows that have keys", "a number")
@@ -142,4 +162,9 @@ def compare(kernel: Kernel, name: str, found: Tensor, wanted: Tensor, dtype: tor
     if name == "lse" and near(mine * math.log(2)):
         raise wrong(kernel, name, "to base 2", "a natural logarithm")
     error = ((mine - wanted).abs().max() / wanted.abs().max()).item()
-    raise wrong(kernel, name, f"off by {error:.1e} of its largest value with the window {limits}", "the result of this window from the bottom-right corner")
+    raise wrong(
+        kernel,
+        name,
+        f"off by {error:.1e} of its largest value with the window {limits}",
+        "the result of this window from the bottom-right corner",
+    )

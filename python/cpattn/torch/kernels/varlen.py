@@ -36,7 +36,15 @@ class Varlen(Kernel):
         return o, packed_lse(lse, call)
 
     def backward(
-        self, d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor | None, lse: Tensor, call: Rectangles, delta: Tensor | None = None
+        self,
+        d_o: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor | None,
+        lse: Tensor,
+        call: Rectangles,
+        delta: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         assert self._backward is not None
         dq, dk, dv, *_ = self._backward(d_o, q, k, v, o, lse, *lengths(call), **self._options(call))
@@ -53,7 +61,9 @@ class Varlen(Kernel):
         return options
 
 
-def varlen(forward: Callable[..., Any], backward: Callable[..., Any] | None = None, *, name: str | None = None, **honours: Any) -> Kernel:
+def varlen(
+    forward: Callable[..., Any], backward: Callable[..., Any] | None = None, *, name: str | None = None, **honours: Any
+) -> Kernel:
     """A kernel of two functions; see `cpattn.torch.kernels.varlen`'s module for their arguments. `honours` are the fields of `Honours`;
     without them f16 and bf16, windows and groups of heads are honoured. Without `backward` a call that needs gradients is refused."""
     for what, function in (("forward", forward), ("backward", backward)):

@@ -32,7 +32,15 @@ class Work:
     count: int
     calls: list[dict[str, Any]]
 
-    def __init__(self, kernel: Kernel, op: Op, device: torch.device | str, dtype: torch.dtype, slopes: Tensor | None = None, room: Fresh | None = None):
+    def __init__(
+        self,
+        kernel: Kernel,
+        op: Op,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        slopes: Tensor | None = None,
+        room: Fresh | None = None,
+    ):
         if op.q is None or op.k is None or op.v is None:
             raise InvalidArgument(f"op.kind is {op.kind.name}, ATTEND or ATTEND_BACKWARD is needed")
         self.kernel, self.op, self.device, self.dtype = kernel.of(dtype), op, torch.device(device), dtype
@@ -53,12 +61,22 @@ class Work:
     def forward_with_max(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """As `forward`, with the largest score of each head, -inf without any. For kernels that honour `max_logit`."""
         if not isinstance(self._runner, ByRows) or not self.kernel.honours.max_logit:
-            raise Unsupported(f"kernels={self.kernel.name!r} returns no largest scores: return_max_logit is True, False is needed")
+            raise Unsupported(
+                f"kernels={self.kernel.name!r} returns no largest scores: return_max_logit is True, False is needed"
+            )
         return self._runner.forward_with_max(q, k, v)
 
     @torch.no_grad()
     def backward(
-        self, d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor | None, lse: Tensor, delta: Tensor, lse_gradient: bool = False
+        self,
+        d_o: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor | None,
+        lse: Tensor,
+        delta: Tensor,
+        lse_gradient: bool = False,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """dq of `rows`, and dk and dv of all rows of the k view, in f32 (f64 for f64). Rows without pairs have zeros; gradients that the
         operation does not have are None. dk and dv have the heads of q with `per_q_head`.
@@ -82,7 +100,16 @@ class ByRows:
         queries, keys = work.gradients
         groups = groups_of(op, work.device, slopes)
         score = op.score
-        self.call = Rows(groups, work.kv.to(work.device), work.k.heads, score.scale, score.softcap, bool(op.per_q_head), queries, keys)
+        self.call = Rows(
+            groups,
+            work.kv.to(work.device),
+            work.k.heads,
+            score.scale,
+            score.softcap,
+            bool(op.per_q_head),
+            queries,
+            keys,
+        )
         self.kernel.prepare(self.call)
         rows = sum(len(group.rows) for group in groups)
         self.calls = [{"kernel": self.kernel.name, "rows": rows, "groups": len(groups)}] if groups else []
@@ -104,7 +131,10 @@ class ByRows:
 
 def kv_of(op: Op, q: View) -> Tensor:
     """The kv head of the call that each q head of the call uses."""
-    return torch.div(torch.arange(q.heads, device="cpu") + op.heads.q_offset, op.heads.group, rounding_mode="floor") - op.heads.kv_offset
+    return (
+        torch.div(torch.arange(q.heads, device="cpu") + op.heads.q_offset, op.heads.group, rounding_mode="floor")
+        - op.heads.kv_offset
+    )
 
 
 def gradients_of(op: Op) -> tuple[bool, bool]:
