@@ -85,7 +85,7 @@ fn check(ulysses: usize, ring: usize, layout: Layout, rank: fn(local::Local) -> 
     let problem = Problem::new(batch, HEADS, KV_HEADS, DIM, Dtype::F32);
     let mesh = Mesh { replicas: 1, ring, ulysses };
     let many = whole(&Plan::new(&problem, mesh, layout).unwrap(), &inputs, rank);
-    let one = whole(&Plan::new(&problem, Mesh::single(), Layout::Contiguous).unwrap(), &inputs, |end| Rank::new(end));
+    let one = whole(&Plan::new(&problem, Mesh::single(), Layout::Contiguous).unwrap(), &inputs, Rank::new);
     for ((name, many), one) in ["o", "dq", "dk", "dv"].iter().zip(&many).zip(&one) {
         let far = many.iter().zip(one).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
         assert!(many.iter().all(|x| x.is_finite()) && far < 1e-5, "{name}: {far} from one rank");
@@ -94,17 +94,17 @@ fn check(ulysses: usize, ring: usize, layout: Layout, rank: fn(local::Local) -> 
 
 #[test]
 fn ulysses() {
-    check(2, 1, Layout::Contiguous, |end| Rank::new(end));
+    check(2, 1, Layout::Contiguous, Rank::new);
 }
 
 #[test]
 fn ring() {
-    check(1, 2, Layout::Zigzag, |end| Rank::new(end));
+    check(1, 2, Layout::Zigzag, Rank::new);
 }
 
 #[test]
 fn hybrid() {
-    check(2, 2, Layout::Zigzag, |end| Rank::new(end));
+    check(2, 2, Layout::Zigzag, Rank::new);
 }
 
 /// Packed rows and partial results of a kernel of the caller's.
