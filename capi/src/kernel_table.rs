@@ -67,8 +67,10 @@ pub struct cpattn_kernel_table {
     pub head_dim: u32,
     pub honours: u32,
     pub reserved: i32,
-    pub forward: KernelFunction,
-    pub backward: KernelFunction,
+    pub forward:
+        Option<unsafe extern "C" fn(context: *mut c_void, call: *const cpattn_kernel_call, text: *mut c_char) -> i32>,
+    pub backward:
+        Option<unsafe extern "C" fn(context: *mut c_void, call: *const cpattn_kernel_call, text: *mut c_char) -> i32>,
     pub release: Option<unsafe extern "C" fn(context: *mut c_void)>,
 }
 

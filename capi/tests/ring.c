@@ -109,7 +109,7 @@ int main(void) {
   }
 
   /* Rank 2 takes no part: rank 1, which is to send to it, names the link; all have the error. */
-  on_threads(ends, RANKS - 1, 300);
+  on_threads(ends, RANKS - 1, 3000);
   for (int r = 0; r < RANKS - 1; r++)
     if (ends[r].status != CPATTN_PEER || !strstr(ends[r].said, "rank 2 did not answer") || !strstr(ends[r].said, "; try: "))
       failures++, fprintf(stderr, "rank %d: %d %s\n", r, ends[r].status, ends[r].said);
