@@ -81,7 +81,7 @@ def _meshes(rank: int, world: int) -> dict[str, Any]:
     found["replicas"] = _said(mesh=both, replicas=2)
     found["no mesh"] = _said(mesh=4)
     found["no name"] = _said(mesh=_mesh(("dp", 2), ("context", 2)))
-    found["tp"] = _said(mesh=_mesh(("cp", 2), ("tp", 2)))
+    found["pp"] = _said(mesh=_mesh(("pp", 2), ("cp", 2)))
     found["first"] = _said(mesh=_mesh(("cp", 2), ("dp", 2)))
     return found
 
@@ -92,7 +92,7 @@ class Mesh(unittest.TestCase):
             for name, words in (
                 ("group", "mesh and group is [0, 1, 2, 3] are both given"), ("replicas", "mesh and replicas is 2 are both given"),
                 ("no mesh", "mesh is 4, a torch.distributed.device_mesh.DeviceMesh is needed"), ("no name", "('dp', 'context'), 'cp' is needed"),
-                ("tp", "mesh has the dimension 'tp' of 2 ranks"), ("first", "put 'cp' last"),
+                ("pp", "mesh has the dimension 'pp' of 2 ranks"), ("first", "put 'cp' last"),
             ):  # fmt: skip
                 self.assertIn(words, found.pop(name), name)
             for name, (far, distance) in found.items():
