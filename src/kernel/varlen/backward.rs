@@ -2,7 +2,6 @@
 //! A backward operation by calls of a kernel, whose gradients are added to those of the operation.
 
 use super::{
-    call::Rectangles,
     calls::KernelCalls,
     memory::{head_major, read, replace, strided, write},
     pieces::RowRun,
@@ -79,21 +78,7 @@ impl KernelCalls {
             // SAFETY: our own memory. exp(s − ∞) is the 0 that exp(s − lse) is for an lse of −∞.
             unsafe { replace(&lse, row, head, 0, |x| if x == f64::NEG_INFINITY { f64::INFINITY } else { x }) };
         }
-        let call = Rectangles {
-            cu_seqlens_q: &group.cu_seqlens_q,
-            cu_seqlens_k: &group.cu_seqlens_k,
-            window_left: group.left,
-            window_right: group.right,
-            scale: args.score.scale,
-            softcap: args.score.softcap,
-            alibi_slopes: &slopes,
-            corners: &group.corners,
-            heads: heads as usize,
-            kv_heads: kv_heads as usize,
-            head_dim: q.dim as usize,
-            value_dim: v.dim as usize,
-            dtype,
-        };
+        let call = group.call(&args.score, &slopes, [&q, &k, &v]);
         // SAFETY: compact tensors of rows that are valid, and of our own memory, in which the gradients overlap
         // nothing.
         let outcome = unsafe {

@@ -111,21 +111,7 @@ impl KernelCalls {
                 Self::slopes(&args.alibi_slopes, group),
             )
         };
-        let call = Rectangles {
-            cu_seqlens_q: &group.cu_seqlens_q,
-            cu_seqlens_k: &group.cu_seqlens_k,
-            window_left: group.left,
-            window_right: group.right,
-            scale: args.score.scale,
-            softcap: args.score.softcap,
-            alibi_slopes: &slopes,
-            corners: &group.corners,
-            heads: heads as usize,
-            kv_heads: kv_heads as usize,
-            head_dim: q.dim as usize,
-            value_dim: v.dim as usize,
-            dtype,
-        };
+        let call = group.call(&args.score, &slopes, [&q, &k, &v]);
         // SAFETY: compact tensors of rows that are valid, and of our own memory, in which o and lse overlap nothing.
         let outcome = unsafe {
             let inputs = [read(&q), read(&k), read(&v)];

@@ -7,8 +7,11 @@
 
 use alloc::{vec, vec::Vec};
 
-use super::pieces::{FAR, RowPiece, RowRun, pieces};
-use crate::call::{Ranges, Score};
+use super::{
+    call::Rectangles,
+    pieces::{FAR, RowPiece, RowRun, pieces},
+};
+use crate::call::{Ranges, RawTensor, Score};
 
 /// A call may have as many rows as twice the operation's ranges, or so many if that is more: its packed tensors are a
 /// copy, and stripes of q have one of the keys each.
@@ -46,6 +49,30 @@ impl CallGroup {
     pub(super) fn keys(&self) -> u64 {
         self.k_runs.iter().map(|run| u64::from(run.count)).sum()
     }
+
+    /// The call as the kernel gets it, with the packed q, k and v.
+    pub(super) fn call<'a>(
+        &'a self,
+        score: &Score,
+        alibi_slopes: &'a [f32],
+        [q, k, v]: [&RawTensor; 3],
+    ) -> Rectangles<'a> {
+        Rectangles {
+            cu_seqlens_q: &self.cu_seqlens_q,
+            cu_seqlens_k: &self.cu_seqlens_k,
+            window_left: self.left,
+            window_right: self.right,
+            scale: score.scale,
+            softcap: score.softcap,
+            alibi_slopes,
+            corners: &self.corners,
+            heads: q.heads as usize,
+            kv_heads: k.heads as usize,
+            head_dim: q.dim as usize,
+            value_dim: v.dim as usize,
+            dtype: q.dtype,
+        }
+    }
 }
 
 /// Rows of q and of k, with the limits from the bottom-right corner.
@@ -64,8 +91,8 @@ impl CallTable {
     /// Of the ranges of a call. `windows`: the kernel takes any limits.
     pub(super) fn new(ranges: &Ranges<'_>, score: &Score, slopes: bool, windows: bool) -> Self {
         let mut table = Self::default();
-        let rows = |lengths: &mut dyn Iterator<Item = u32>| lengths.map(u64::from).sum::<u64>();
-        let shard = rows(&mut ranges.q.iter().map(|q| q.range.len)) + rows(&mut ranges.k.iter().map(|k| k.len));
+        let lengths = ranges.q.iter().map(|q| q.range.len).chain(ranges.k.iter().map(|k| k.len));
+        let shard: u64 = lengths.map(u64::from).sum();
         let most = (2 * shard).clamp(FEW_ROWS, i32::MAX as u64) as i64;
         let mut of_range = Vec::new();
         for (i, q) in ranges.q.iter().enumerate() {
