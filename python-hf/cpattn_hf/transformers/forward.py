@@ -77,9 +77,9 @@ class Forward(Gathers):
 
     def blocked(self, numbers: Tensor) -> bool:
         if self.outer and numbers.shape == self.pack.shape:
-            kept = self.pack.kept
+            indices = self.pack.kept
             return self.views.blocked(
-                numbers.flatten()[kept.to(numbers.device)][None], torch.arange(len(kept), device=kept.device)
+                numbers.flatten()[indices.to(numbers.device)][None], torch.arange(len(indices), device=indices.device)
             )
         return self.views.blocked(numbers, self.tokens)
 

@@ -89,13 +89,13 @@ class TokensAhead:
         def part(rows: Tensor, labels: Tensor, *weights: Tensor) -> Tensor:
             return summed(head(rows)[0], labels, *weights)
 
-        given = (hidden, labels) if weights is None else (hidden, labels, weights)
+        tensors = (hidden, labels) if weights is None else (hidden, labels, weights)
         if not cp.tile:
-            own = part(*given)
+            own = part(*tensors)
         else:
             number = number_of(cp, forward, cp.tile, head)
             split = zip(
-                hidden.tensor_split(number, dim=1), *(one.tensor_split(number) for one in given[1:]), strict=True
+                hidden.tensor_split(number, dim=1), *(one.tensor_split(number) for one in tensors[1:]), strict=True
             )
             own = sum(
                 (checkpoint(part, *one, use_reentrant=False) for one in split),

@@ -26,7 +26,7 @@ from .hybrids.deal import Deal
 from .masks import ARGUMENTS, SAMPLE, TYPES, Blocks, Parts, Window, rule
 from .mixers import Mixers
 from .owners import trial
-from .places import Places, beyond
+from .places import Places, far_position
 from .pooled import Kept
 from .zero import shape_of
 
@@ -193,7 +193,7 @@ def probe(model: Any, takes: frozenset[str], mixers: Mixers, kept: Kept | None =
             )
         return found[0].double()
 
-    def apart(a: Tensor, b: Tensor) -> float:
+    def gap(a: Tensor, b: Tensor) -> float:
         return float((a - b).abs().max() / usual.std().clamp(min=1e-30))
 
     most = 1e-3 if words.dtype in (torch.float32, torch.float64) else 0.2
@@ -205,18 +205,18 @@ def probe(model: Any, takes: frozenset[str], mixers: Mixers, kept: Kept | None =
             distances: dict[int, float] = {}
             for one in firsts:
                 if 0.0 not in distances.values() and one + len(every) <= tables.rows:
-                    distances[one] = apart(logits(every, one), usual)
+                    distances[one] = gap(logits(every, one), usual)
             # The nearest: in half precision, a table of small positions is near enough from any of them.
             near = [one for one in distances if distances[one] <= most]
             first = min(near, key=distances.__getitem__, default=None)
-            distance = apart(logits(some, first or 0), usual[some])
+            distance = gap(logits(some, first or 0), usual[some])
             if any(bool((one >= 0).any()) for one in forward.numbers):
                 raise Unsupported(
                     "its mask has blocks of tokens that do not come from token types, which is not supported: use cpattn.torch"
                 )
             rows, counted, kinds = tables.rows, calls, forward.kinds.copy()
-            if first is not None and (far := beyond(config, rows) - len(every)) > first:
-                distance = max(distance, _far(logits, every, some, far, tables, apart))
+            if first is not None and (far := far_position(config, rows) - len(every)) > first:
+                distance = max(distance, _far(logits, every, some, far, tables, gap))
             skips = bool(first) and _skips(logits, ids, every, first or 0)
             if named and not types:
                 types, blocks = _typed(
@@ -271,15 +271,15 @@ def _far(
     some: Tensor,
     far: int,
     places: Places,
-    apart: Callable[[Tensor, Tensor], float],
+    gap: Callable[[Tensor, Tensor], float],
 ) -> float:
     """What tokens in another order, and the model's own numbers of their places, change at positions that only long documents have."""
     usual = logits(every, far)
     counted = places.counted
-    distance = apart(logits(some, far), usual[some])
+    distance = gap(logits(some, far), usual[some])
     if counted:
         places.moved, places.by = counted, far
-        distance = max(distance, apart(logits(every, far), usual))
+        distance = max(distance, gap(logits(every, far), usual))
         places.moved = frozenset()
     return distance
 
