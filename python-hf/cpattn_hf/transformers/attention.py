@@ -48,7 +48,7 @@ class Forward(Protocol):
         """Whether the batch has blocks of tokens. Refuses numbers of this rank's tokens that do not follow from their types."""
         ...
 
-    def contrary(self, message: str) -> None:
+    def refuse_is_causal(self, message: str) -> None:
         """Refuses a layer whose `is_causal` contradicts its mask."""
         ...
 
@@ -149,7 +149,7 @@ def attention(
     ]:
         if not attention_mask.explicit:
             kind = "causal" if causal else "bidirectional"
-            attention_mask.forward.contrary(
+            attention_mask.forward.refuse_is_causal(
                 f"{name} has is_causal={conflicts[0]} and a {kind} mask: set is_causal of the layers to {causal}"
             )
     for option, argument in more.items():

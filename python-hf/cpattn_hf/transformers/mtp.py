@@ -69,7 +69,7 @@ class TokensAhead:
                 tuple(rows.shape) if isinstance(rows, Tensor) else rows,
                 f"a tensor (1, {len(forward.tokens)}, ...) is needed",
             )
-        return forward.given(forward.batch.shift(forward.held(rows[0]), by, fill))[None]
+        return forward.model_rows(forward.batch.shift(forward.own_rows(rows[0]), by, fill))[None]
 
     def loss(self, head: Callable[[Tensor], Tensor], hidden: Tensor, by: int) -> Tensor:
         """The loss of the whole batch for the labels `by` places later than those of the model, on every rank. `head` makes logits of

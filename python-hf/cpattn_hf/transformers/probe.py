@@ -42,13 +42,13 @@ class Alone:
         # The kinds of layers, and the number of calls of each.
         self.kinds: Counter[tuple[tuple[str, int], ...]] = Counter()
         self.numbers: list[Tensor] = []  # of blocks
-        self.contraries: list[str] = []
+        self.conflicts: list[str] = []
         # The window of a layer with gathered keys.
         self.gathered: Window | None = None
         self.places: Tensor | None = None
 
-    def contrary(self, message: str) -> None:
-        self.contraries.append(message)
+    def refuse_is_causal(self, message: str) -> None:
+        self.conflicts.append(message)
 
     def blocked(self, numbers: Tensor) -> bool:
         self.numbers.append(numbers)
@@ -222,8 +222,8 @@ def probe(model: Any, takes: frozenset[str], mixers: Mixers, kept: Kept | None =
                 types, blocks = _typed(
                     forward, logits, torch.arange(len(SAMPLE), device=words.device) % len(ids), first or 0, most
                 )
-            if forward.contraries:
-                raise Unsupported(forward.contraries[0])
+            if forward.conflicts:
+                raise Unsupported(forward.conflicts[0])
     except Error as error:
         raise type(error)(f"{name}: {error}") from error
     except Exception as error:
@@ -299,14 +299,14 @@ def _typed(
 ) -> tuple[int, Blocks | None]:
     """The number of types that a model without a table of types takes, 0 if it does something else with them than blocks in its masks, and
     the rule of the blocks."""
-    contraries, usual = forward.contraries, logits(order, first)
+    conflicts, usual = forward.conflicts, logits(order, first)
     found: tuple[int, Blocks | None] = (0, None)
-    forward.numbers, forward.contraries = [], []
+    forward.numbers, forward.conflicts = [], []
     # It may take other types, or none without its other inputs: a batch with types is then refused.
     with suppress(Exception):
         typed = logits(order, first, torch.tensor(SAMPLE, device=order.device))
         if float((typed - usual).abs().max()) <= most * float(usual.std()):
             found = TYPES, rule(forward.numbers)
     if found[1] is None:  # types decide nothing that a layer sees
-        forward.contraries = contraries
+        forward.conflicts = conflicts
     return found

@@ -74,7 +74,7 @@ class Reader:
 
     def all(self, forward: Forward, rows: Tensor) -> Tensor:
         """From rows for the tokens that this rank's model got, `[tokens, ...]`, to those of all tokens."""
-        whole: Tensor = Spread.apply(forward.held(rows), forward, self.factor)  # type: ignore[no-untyped-call]
+        whole: Tensor = Spread.apply(forward.own_rows(rows), forward, self.factor)  # type: ignore[no-untyped-call]
         return whole
 
 
@@ -135,7 +135,7 @@ class LogProbs(Reader):
     def bytes(self) -> bytes:
         return repr((self.temperature, self.entropy)).encode()
 
-    def given(self, out: Any) -> Scores:
+    def scores_of(self, out: Any) -> Scores:
         """The result, which the model that was called has handed on."""
         if not self._calls or not isinstance(out, Scores):
             raise InvalidArgument(

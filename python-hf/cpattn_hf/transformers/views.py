@@ -45,7 +45,7 @@ class Views:
             )
         return self.inside is not None and bool(self.inside.any())
 
-    def contrary(self, message: str) -> None:
+    def refuse_is_causal(self, message: str) -> None:
         """Refuses a layer whose `is_causal` contradicts its mask, unless slices decide."""
         if self._pack.slices is None:
             raise Unsupported(f"{message}{', or give token types, which decide its mask' * (self._rule is not None)}")
