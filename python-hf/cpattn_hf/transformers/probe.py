@@ -23,6 +23,7 @@ from cpattn.torch.group import Gathered, Halo, Reads, bands_of
 from cpattn.torch.group import Runs
 from .attention import Current
 from .hybrids.deal import Deal
+from .loss_trial import difference
 from .masks import ARGUMENTS, SAMPLE, TYPES, Blocks, Parts, Window, rule
 from .mixers import Mixers
 from .owners import trial
@@ -106,8 +107,8 @@ class Alone:
 class Found(NamedTuple):
     """The kinds of a model's layers, each with the number of its layers; the first position of a document; the number of positions
     from there on that the model has; whether it counts no tokens with the padding's id; the number of token types, 0 if it takes none,
-    the name of their argument, and the blocks that they make in its masks; whether the head reads one token of a row; and how
-    often a pass runs attention with kernels."""
+    the name of their argument, and the blocks that they make in its masks; whether the head reads one token of a row; how
+    often a pass runs attention with kernels; and what its loss is, if not that of its labels."""
 
     layers: list[tuple[int, dict[str, int]]]
     first: int
@@ -118,6 +119,7 @@ class Found(NamedTuple):
     blocks: Blocks | None
     pooled: bool
     runs: int
+    loss: str = ""
 
     @property
     def told(self) -> list[tuple[int, dict[str, int]]]:
@@ -128,8 +130,16 @@ class Found(NamedTuple):
         ]
 
 
-def probe(model: Any, takes: frozenset[str], mixers: Mixers, kept: Kept | None = None, heads: int = 1) -> Found:
-    """Raises Unsupported if the model would be wrong. A model without attention that uses kernels has tokens as for so many `heads`."""
+def probe(
+    model: Any,
+    takes: frozenset[str],
+    mixers: Mixers,
+    kept: Kept | None = None,
+    heads: int = 1,
+    shifted: bool | None = None,
+) -> Found:
+    """Raises Unsupported if the model would be wrong. A model without attention that uses kernels has tokens as for so many `heads`. Its loss is
+    that of labels which it shifts or not, or of something else."""
     name = type(model).__name__
     if any(p.is_meta for p in model.parameters()):
         raise Unsupported(
@@ -164,8 +174,9 @@ def probe(model: Any, takes: frozenset[str], mixers: Mixers, kept: Kept | None =
     forward, calls = Alone(), 0
     tables = Places()  # type: ignore[no-untyped-call, unused-ignore]
 
-    def logits(order: Tensor, first: int | Tensor | None, of: Tensor | None = None, ids: Tensor = ids) -> Tensor:
-        """Of these tokens, with positions from `first`, or without position_ids; with types of their own."""
+    def outputs(
+        order: Tensor, first: int | Tensor | None, of: Tensor | None = None, ids: Tensor = ids, **labels: Tensor
+    ) -> Any:
         nonlocal calls
         Current.forward, calls = forward, calls + 1
         tables.begin(order)
@@ -173,7 +184,11 @@ def probe(model: Any, takes: frozenset[str], mixers: Mixers, kept: Kept | None =
         forward.places = None if first is None else order + first
         where = {} if first is None else {"position_ids": (order + first)[None]}
         where |= {named: (ids[order] % types if of is None else of)[None]} if types or of is not None else {}
-        out = model(input_ids=ids[order][None], **where, **more, **mixers.arguments(forward))
+        return model(input_ids=ids[order][None], **where, **more, **labels, **mixers.arguments(forward))
+
+    def logits(order: Tensor, first: int | Tensor | None, of: Tensor | None = None, ids: Tensor = ids) -> Tensor:
+        """Of these tokens, with positions from `first`, or without position_ids; with types of their own."""
+        out = outputs(order, first, of, ids)
         found = getattr(out, "logits", None)
         if kept is not None:
             pooled, found = found, kept.take()
@@ -218,6 +233,12 @@ def probe(model: Any, takes: frozenset[str], mixers: Mixers, kept: Kept | None =
             if first is not None and (far := far_position(config, rows) - len(every)) > first:
                 distance = max(distance, _far(logits, every, some, far, tables, gap))
             skips = bool(first) and _skips(logits, ids, every, first or 0)
+            loss = ""
+            if kept is None and shifted is not None and "labels" in takes:
+                with suppress(Exception):  # it may want other inputs beside labels
+                    loss = difference(
+                        model, outputs(every, first, labels=ids[None]), ids, shifted, 2e-5 if most < 0.1 else 0.02
+                    )
             if named and not types:
                 types, blocks = _typed(
                     forward, logits, torch.arange(len(SAMPLE), device=words.device) % len(ids), first or 0, most
@@ -262,7 +283,7 @@ def probe(model: Any, takes: frozenset[str], mixers: Mixers, kept: Kept | None =
             "spaces) need mixers"
         )
     layers = [(count // counted, dict(kind)) for kind, count in kinds.items()]
-    return Found(layers, first, rows, skips, types, named, blocks, kept is not None, runs)
+    return Found(layers, first, rows, skips, types, named, blocks, kept is not None, runs, loss)
 
 
 def _far(
