@@ -27,7 +27,7 @@ from .loss_trial import difference
 from .masks import ARGUMENTS, SAMPLE, TYPES, Blocks, Parts, Window, rule
 from .mixers import Mixers
 from .owners import trial
-from .places import Places, beyond
+from .places import Places, far_position
 from .pooled import Kept
 from .zero import shape_of
 
@@ -43,13 +43,13 @@ class Alone:
         # The kinds of layers, and the number of calls of each.
         self.kinds: Counter[tuple[tuple[str, int], ...]] = Counter()
         self.numbers: list[Tensor] = []  # of blocks
-        self.contraries: list[str] = []
+        self.conflicts: list[str] = []
         # The window of a layer with gathered keys.
         self.gathered: Window | None = None
         self.places: Tensor | None = None
 
-    def contrary(self, message: str) -> None:
-        self.contraries.append(message)
+    def refuse_is_causal(self, message: str) -> None:
+        self.conflicts.append(message)
 
     def blocked(self, numbers: Tensor) -> bool:
         self.numbers.append(numbers)
@@ -208,7 +208,7 @@ def probe(
             )
         return found[0].double()
 
-    def apart(a: Tensor, b: Tensor) -> float:
+    def gap(a: Tensor, b: Tensor) -> float:
         return float((a - b).abs().max() / usual.std().clamp(min=1e-30))
 
     most = 1e-3 if words.dtype in (torch.float32, torch.float64) else 0.2
@@ -220,18 +220,18 @@ def probe(
             distances: dict[int, float] = {}
             for one in firsts:
                 if 0.0 not in distances.values() and one + len(every) <= tables.rows:
-                    distances[one] = apart(logits(every, one), usual)
+                    distances[one] = gap(logits(every, one), usual)
             # The nearest: in half precision, a table of small positions is near enough from any of them.
             near = [one for one in distances if distances[one] <= most]
             first = min(near, key=distances.__getitem__, default=None)
-            distance = apart(logits(some, first or 0), usual[some])
+            distance = gap(logits(some, first or 0), usual[some])
             if any(bool((one >= 0).any()) for one in forward.numbers):
                 raise Unsupported(
                     "its mask has blocks of tokens that do not come from token types, which is not supported: use cpattn.torch"
                 )
             rows, counted, kinds = tables.rows, calls, forward.kinds.copy()
-            if first is not None and (far := beyond(config, rows) - len(every)) > first:
-                distance = max(distance, _far(logits, every, some, far, tables, apart))
+            if first is not None and (far := far_position(config, rows) - len(every)) > first:
+                distance = max(distance, _far(logits, every, some, far, tables, gap))
             skips = bool(first) and _skips(logits, ids, every, first or 0)
             loss = ""
             if kept is None and shifted is not None and "labels" in takes:
@@ -243,8 +243,8 @@ def probe(
                 types, blocks = _typed(
                     forward, logits, torch.arange(len(SAMPLE), device=words.device) % len(ids), first or 0, most
                 )
-            if forward.contraries:
-                raise Unsupported(forward.contraries[0])
+            if forward.conflicts:
+                raise Unsupported(forward.conflicts[0])
     except Error as error:
         raise type(error)(f"{name}: {error}") from error
     except Exception as error:
@@ -292,15 +292,15 @@ def _far(
     some: Tensor,
     far: int,
     places: Places,
-    apart: Callable[[Tensor, Tensor], float],
+    gap: Callable[[Tensor, Tensor], float],
 ) -> float:
     """What tokens in another order, and the model's own numbers of their places, change at positions that only long documents have."""
     usual = logits(every, far)
     counted = places.counted
-    distance = apart(logits(some, far), usual[some])
+    distance = gap(logits(some, far), usual[some])
     if counted:
         places.moved, places.by = counted, far
-        distance = max(distance, apart(logits(every, far), usual))
+        distance = max(distance, gap(logits(every, far), usual))
         places.moved = frozenset()
     return distance
 
@@ -320,14 +320,14 @@ def _typed(
 ) -> tuple[int, Blocks | None]:
     """The number of types that a model without a table of types takes, 0 if it does something else with them than blocks in its masks, and
     the rule of the blocks."""
-    contraries, usual = forward.contraries, logits(order, first)
+    conflicts, usual = forward.conflicts, logits(order, first)
     found: tuple[int, Blocks | None] = (0, None)
-    forward.numbers, forward.contraries = [], []
+    forward.numbers, forward.conflicts = [], []
     # It may take other types, or none without its other inputs: a batch with types is then refused.
     with suppress(Exception):
         typed = logits(order, first, torch.tensor(SAMPLE, device=order.device))
         if float((typed - usual).abs().max()) <= most * float(usual.std()):
             found = TYPES, rule(forward.numbers)
     if found[1] is None:  # types decide nothing that a layer sees
-        forward.contraries = contraries
+        forward.conflicts = conflicts
     return found
