@@ -73,6 +73,11 @@ def _losses(rank: int, world: int) -> dict[str, list[str]]:
         cp = ContextParallel(model, timeout=60)
         with torch.no_grad():
             found[name] = [_said(lambda: model(**PACK)), _said(lambda: model(**without))]
+            if change is _of_places:
+                labels = {"shift_labels": PACK["labels"], **without}
+                found[name].append(_said(lambda labels=labels: model(**labels)))
+                with cp.off():
+                    found[name].append(_said(lambda: model(**PACK)))
             if kind == "llama":
                 found[name].append(_said(lambda: cp.logprobs(PACK)))
         cp.close()
@@ -83,8 +88,16 @@ class LossTrial(unittest.TestCase):
     def test_losses_of_ones_own_are_refused(self) -> None:
         for found in processes.run(_losses, 2):
             for name, (labels, without, *other) in found.items():
-                self.assertEqual([*other, without], ["taken"] * (1 + len(other)), name)
-                if "penalty" in name or name in ("smoothing", "labels that are not shifted"):
+                self.assertEqual(without, "taken", name)
+                if name == "labels that are not shifted":
+                    self.assertRegex(
+                        labels, "Unsupported.*the label at the same place: give such labels as shift_labels"
+                    )
+                    self.assertTrue(other[0].startswith("loss "), other)
+                    self.assertEqual(other[0], other[1])
+                    continue
+                self.assertEqual(other, ["taken"] * len(other), name)
+                if "penalty" in name or name == "smoothing":
                     self.assertRegex(
                         labels, r"Unsupported.*labels are given to Own: its own loss of 7 tokens is \S+, and", name
                     )
