@@ -168,7 +168,7 @@ class ByRectangles:
         )
 
     def _describe(self, call: Call, group: Sequence[Rectangle]) -> dict[str, Any]:
-        told = call.arguments
+        arguments = call.arguments
         rows, keys = sum(one.rows for one in group), sum(one.keys for one in group)
         copied = (0 if isinstance(call.q, slice) else rows) + (0 if isinstance(call.k, slice) else keys)
         return {
@@ -176,8 +176,8 @@ class ByRectangles:
             "sequences": len(group),
             "rows": rows,
             "keys": keys,
-            "longest": (told.max_seqlen_q, told.max_seqlen_k),
-            "window": (told.window_left, told.window_right),
+            "longest": (arguments.max_seqlen_q, arguments.max_seqlen_k),
+            "window": (arguments.window_left, arguments.window_right),
             "copied": copied,
             "heads expanded": self.heads.expands,
         }

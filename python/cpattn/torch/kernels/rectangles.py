@@ -145,7 +145,7 @@ def joined(rectangles: list[Rectangle]) -> list[Rectangle]:
     by_rows: dict[tuple[Run, ...], list[Rectangle]] = {}
     for one in rectangles:
         by_rows.setdefault(one.q, []).append(one)
-    made: list[Rectangle] = []
+    parts: list[Rectangle] = []
     whole: dict[tuple[Run, ...], Rectangle] = {}
     for found in by_rows.values():
         seen = [run for one in found if one.full for run in one.k]
@@ -165,8 +165,8 @@ def joined(rectangles: list[Rectangle]) -> list[Rectangle]:
                 whole[keys] = replace(whole[keys], q=(*whole[keys].q, *one.q), corner=None)
             else:
                 whole[keys] = replace(one, k=keys, corner=None if len(keys) > 1 else one.corner)
-        made += rest
-    return [*made, *whole.values()]
+        parts += rest
+    return [*parts, *whole.values()]
 
 
 def causal(one: Rectangle) -> list[Rectangle]:
