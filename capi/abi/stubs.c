@@ -5,6 +5,7 @@ struct cpattn_rank { char opaque; };
 struct cpattn_scratch { char opaque; };
 struct cpattn_schedule { char opaque; };
 uint32_t cpattn_version(void) { return 0; }
+uint32_t cpattn_features(void) { return 0; }
 const char *cpattn_last_error(void) { return 0; }
 int64_t cpattn_last_error_peer(void) { return 0; }
 const char *cpattn_status_name(int32_t status) { return 0; }

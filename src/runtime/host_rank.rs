@@ -27,7 +27,8 @@ use crate::{
     device::Device,
     error::Result,
     kernel::{
-        cpu, no_sm_margin, no_stream,
+        cpu::{self, has_kernels},
+        no_sm_margin, no_stream,
         varlen::{KernelCalls, VarlenKernel},
     },
     plan::Plan,
@@ -94,6 +95,9 @@ impl HostRank {
     /// # Errors
     /// Those of planning; an instruction set that the CPU lacks, so that no run begins with it.
     fn find_or_prepare(&mut self, plan: &Plan, run: Purpose) -> Result<usize> {
+        if let Purpose::Attention(_) = run {
+            has_kernels()?;
+        }
         self.scratch.isa()?;
         if let Some(i) = self.prepared.reuse(plan, run, false) {
             return Ok(i);
