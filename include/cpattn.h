@@ -102,6 +102,18 @@ extern "C" {
 /* The same number for the linked library. While major is 0, libraries with another minor version are incompatible. */
 uint32_t cpattn_version(void);
 
+/* What the linked library was built with. Without CPATTN_FEATURE_KERNELS (capi/build --planner) it plans, lists
+ * schedules, carries messages, combines and moves heads; calls and runs of attention are refused with
+ * CPATTN_UNSUPPORTED. */
+#define CPATTN_FEATURE_KERNELS 1
+#define CPATTN_FEATURE_RAYON 2
+#define CPATTN_FEATURE_CUDA 4
+#define CPATTN_FEATURE_NCCL 8
+#define CPATTN_FEATURE_MPI 16
+
+/* A set of CPATTN_FEATURE_.... */
+uint32_t cpattn_features(void);
+
 /* ---- Status ------------------------------------------------------------------------------------------------------ */
 
 #define CPATTN_OK 0
@@ -704,7 +716,7 @@ typedef struct cpattn_rank cpattn_rank;
  * the accumulator's type (f32; f64 for CPATTN_F64); lse and delta [heads, rows] in the accumulator's type. The natural lse of a
  * row has all of the row's keys in the call. A backward gets lse and delta of whole rows, of which the call may have a part of
  * the keys: p = exp(s - lse), and the gradient of a score is p * (d_o·v - delta); where lse is +inf, p is 0. What is written is NaN
- * before the call; an lse of NaN or -inf for finite q and k is refused. */
+ * before the call; an lse of NaN or +-inf for finite q and k is refused. */
 typedef struct cpattn_kernel_call {
   size_t struct_size;
   const int32_t *cu_seqlens_q;

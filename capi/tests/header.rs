@@ -204,12 +204,18 @@ fn statuses_and_version_agree() {
         ("CPATTN_INVALID_HANDLE", CPATTN_INVALID_HANDLE),
         ("CPATTN_BUSY", CPATTN_BUSY),
         ("CPATTN_PANIC", CPATTN_PANIC),
+        ("CPATTN_FEATURE_KERNELS", CPATTN_FEATURE_KERNELS as i32),
+        ("CPATTN_FEATURE_RAYON", CPATTN_FEATURE_RAYON as i32),
+        ("CPATTN_FEATURE_CUDA", CPATTN_FEATURE_CUDA as i32),
+        ("CPATTN_FEATURE_NCCL", CPATTN_FEATURE_NCCL as i32),
+        ("CPATTN_FEATURE_MPI", CPATTN_FEATURE_MPI as i32),
     ] {
         assert_eq!(define(name), i64::from(value), "{name}");
     }
     let [major, minor, patch] = ["MAJOR", "MINOR", "PATCH"].map(|p| define(&format!("CPATTN_VERSION_{p}")));
     assert_eq!(format!("{major}.{minor}.{patch}"), env!("CARGO_PKG_VERSION"));
     assert_eq!(i64::from(cpattn_version()), 10_000 * major + 100 * minor + patch);
+    assert_eq!(cpattn_features() & CPATTN_FEATURE_CUDA != 0, cfg!(feature = "cuda"));
     assert_eq!(define("CPATTN_WORKSPACE_ALIGNMENT") as u64, cpattn::schedule::Schedule::ALIGNMENT);
 }
 

@@ -7,7 +7,7 @@ other library with DLPack. A `Transport` is your own communicator. `cpattn.torch
 
 from . import _header, schedule, slices
 from ._header import UNLIMITED
-from ._library import library_version
+from ._library import library_features, library_version
 from .dropout import dropout_mask
 from .engine import Engine, EngineTransport
 from .errors import (
@@ -95,6 +95,7 @@ __all__ = [
     "chrome_trace",
     "clock",
     "dropout_mask",
+    "library_features",
     "library_version",
     "local_group",
     "nccl_group",

@@ -68,7 +68,7 @@ class Context(PackedContext, Combining):
     considers all of them. It excludes ulysses, ring and layout.
 
     `kernels` says what computes. "cpattn", the default on the CPU: the kernels of this library, on the CPU and on CUDA. "torch", the
-    default on any other device, "math", another name of `cpattn.torch.kernels`, or a `Kernel` of your own: then this library only
+    default on any other device and of a library that is the planner alone, "math", another name of `cpattn.torch.kernels`, or a `Kernel` of your own: then this library only
     plans. Attention is that kernel's, everything else is operators of PyTorch, and messages are point-to-point batches over the
     group's own backend, on any device that PyTorch has. What a kernel does not honour is refused by name.
 
