@@ -16,6 +16,8 @@ int32_t cpattn_plan_with_tokens_of(const cpattn_plan *base, const cpattn_problem
                                    cpattn_plan **plan) { return 0; }
 int32_t cpattn_plan_auto_for(const cpattn_problem *const *problems, const uint64_t *layers, size_t kinds,
                              const cpattn_options *options, cpattn_plan **plans) { return 0; }
+int32_t cpattn_plan_groups(const cpattn_problem *problem, const cpattn_group_limits *limits, const char *machine,
+                           uint32_t *pass, uint32_t *first_rank, uint32_t *ranks, cpattn_groups_info *info) { return 0; }
 int32_t cpattn_plan_distribution(const cpattn_plan *plan, uint64_t *distribution) { return 0; }
 int32_t cpattn_plan_destroy(cpattn_plan *plan) { return 0; }
 int32_t cpattn_plan_describe(const cpattn_plan *plan, cpattn_plan_info *info) { return 0; }
@@ -120,6 +122,8 @@ cpattn_tensor *keep_cpattn_tensor(void) { return 0; }
 cpattn_slice *keep_cpattn_slice(void) { return 0; }
 cpattn_problem *keep_cpattn_problem(void) { return 0; }
 cpattn_options *keep_cpattn_options(void) { return 0; }
+cpattn_group_limits *keep_cpattn_group_limits(void) { return 0; }
+cpattn_groups_info *keep_cpattn_groups_info(void) { return 0; }
 cpattn_plan_info *keep_cpattn_plan_info(void) { return 0; }
 cpattn_share *keep_cpattn_share(void) { return 0; }
 cpattn_message *keep_cpattn_message(void) { return 0; }
