@@ -389,6 +389,43 @@ int32_t cpattn_plan_with_tokens_of(const cpattn_plan *base, const cpattn_problem
 int32_t cpattn_plan_auto_for(const cpattn_problem *const *problems, const uint64_t *layers, size_t kinds,
                              const cpattn_options *options, cpattn_plan **plans);
 
+/* What groups of ranks may be: see cpattn_plan_groups. */
+typedef struct cpattn_group_limits {
+  size_t struct_size;
+  const uint32_t *sizes;   /* numbers of ranks of a group: ascending, each a multiple of the one before; the last divides world */
+  size_t size_count;
+  uint64_t room;           /* tokens that a rank has room for in a pass; a group of n ranks has room for n times as many */
+  uint64_t token_flops;    /* operations of a token outside of attention in one layer's forward, such as twice its parameters; 0: none */
+  uint32_t world;          /* ranks */
+  uint32_t passes;         /* the most passes; 0: as many as are needed */
+  uint32_t ranks_per_node; /* as in cpattn_options, where no machine is given */
+  uint32_t reserved;       /* 0 */
+} cpattn_group_limits;
+
+#define CPATTN_GROUP_LIMITS_INIT \
+  { sizeof(cpattn_group_limits), NULL, 0, 0, 0, 1, 0, 0, 0 }
+
+/* Costs are picoseconds of one layer's forward and backward if a machine is given, otherwise multiply-adds divided by 1,024. */
+typedef struct cpattn_groups_info {
+  size_t struct_size;
+  uint64_t makespan; /* of all passes, each as long as its most expensive group */
+  uint64_t bound;    /* no dealing of these documents costs less */
+  uint32_t passes;
+  uint32_t reserved;
+} cpattn_groups_info;
+
+#define CPATTN_GROUPS_INFO_INIT \
+  { sizeof(cpattn_groups_info), 0, 0, 0, 0 }
+
+/* Deals documents over groups of ranks that change size: short ones are packed for small groups, which work apart, long ones for
+ * groups of many ranks, by what a document costs a group of each size. A step has several passes if the ranks have no room for all
+ * tokens at once. Document d is in pass[d], in the group of ranks[d] ranks from first_rank[d] on, a multiple of ranks[d]; arrays have
+ * room for problem.documents numbers. Two documents of one pass are in the same group or have no rank in common. `machine` is the
+ * text of a machine's description, or NULL. All ranks get the same result from the same arguments. The documents of `problem` attend
+ * to themselves: slices and cu_seqlens_k are refused. */
+int32_t cpattn_plan_groups(const cpattn_problem *problem, const cpattn_group_limits *limits, const char *machine,
+                           uint32_t *pass, uint32_t *first_rank, uint32_t *ranks, cpattn_groups_info *info);
+
 /* A number that names who holds which tokens: equal for two plans exactly if their documents are equal and each rank holds the
  * same tokens in the same order. A tensor may be used with every plan of its distribution, and with no other plan. */
 int32_t cpattn_plan_distribution(const cpattn_plan *plan, uint64_t *distribution);

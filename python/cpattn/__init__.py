@@ -24,6 +24,7 @@ from .errors import (
     Unsupported,
     WrongCall,
 )
+from .groups import plan_groups
 from .options import (
     AllToAll,
     Circulate,
@@ -102,6 +103,7 @@ __all__ = [
     "nccl_unique_id",
     "on_all",
     "peer_group",
+    "plan_groups",
     "ranks_per_node",
     "schedule",
     "slices",
