@@ -330,6 +330,12 @@ typedef struct cpattn_problem {
  * numbers; each replica works on its own batch. If ulysses and ring are both 0, both are chosen automatically; if one of
  * them is 0, it becomes world divided by the other.
  */
+/* Which rows of k and v move in runs over listed keys (CPATTN_KEYS_LISTED). */
+#define CPATTN_KEY_ROWS_AUTO 0    /* those of the two that are fewer bytes over all ranks, counted in each run; ALLOWED on a rank \
+                                     with a lent workspace, or whose k and v are not compact */
+#define CPATTN_KEY_ROWS_LISTED 1  /* those that lists name, each once to each ring rank whose tokens list it */
+#define CPATTN_KEY_ROWS_ALLOWED 2 /* those that the mask allows, as without lists */
+
 typedef struct cpattn_options {
   size_t struct_size;
   uint32_t world;            /* ranks of the transport */
@@ -346,11 +352,11 @@ typedef struct cpattn_options {
   uint32_t ranks_per_node;   /* ranks that share a node: rank r is in node r / ranks_per_node, and a row crosses from one node
                                 to another once; 0, or as many as all ranks or more: all links are alike. See cpattn_ranks_per_node */
   int32_t circulate_forward; /* CPATTN_CIRCULATE_... */
-  int32_t reserved;          /* 0 */
+  int32_t key_rows;          /* CPATTN_KEY_ROWS_... */
 } cpattn_options;
 
 #define CPATTN_OPTIONS_INIT \
-  { sizeof(cpattn_options), 1, 0, 0, CPATTN_LAYOUT_AUTO, 0, 1, CPATTN_CIRCULATE_AUTO, CPATTN_WIRE_FULL, CPATTN_GATHER_AUTO, 0, 0, 0, CPATTN_CIRCULATE_AUTO, 0 }
+  { sizeof(cpattn_options), 1, 0, 0, CPATTN_LAYOUT_AUTO, 0, 1, CPATTN_CIRCULATE_AUTO, CPATTN_WIRE_FULL, CPATTN_GATHER_AUTO, 0, 0, 0, CPATTN_CIRCULATE_AUTO, CPATTN_KEY_ROWS_AUTO }
 
 /* ---- Plan -------------------------------------------------------------------------------------------------------- */
 
@@ -896,7 +902,8 @@ int32_t cpattn_rank_lend_workspace(cpattn_rank *rank, void *workspace, size_t by
  * order: positions of keys in the token's document, from 0, each at most once in a list, in any order; -1 for none. heads is 1 for
  * lists that all kv heads share, or kv_heads. All ranks have the same heads and entries, and a backward is given the lists of its
  * forward. A token without keys gets o 0 and lse -inf, or the sinks' values. Rows of k and v that no token lists may hold anything,
- * and get gradients 0. k and v go to the ranks whose tokens may read them by the plan's mask, whatever is listed.
+ * and get gradients 0. In a ring either the rows of k and v that lists name go to the ranks whose tokens list them, or those that the
+ * plan's mask allows: options.key_rows.
  * CPATTN_INVALID: a key outside the document or the mask of its token, named by token, head and entry.
  * CPATTN_UNSUPPORTED: a batch with slices, a reproducible plan, a device, a plan made with circulate_forward or circulate
  * CPATTN_CIRCULATE_QUERIES. Where the plan may choose the side (CPATTN_CIRCULATE_AUTO), k and v circulate. entries may be 0. */

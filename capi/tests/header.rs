@@ -236,7 +236,7 @@ fn the_c_compiler_lays_structs_out_alike() {
     cpattn_tensor: data, device, ndim, dtype, shape, strides, byte_offset;
     cpattn_slice: q_begin, q_end, k_begin, k_end, q_start, low, high;
     cpattn_problem: struct_size, cu_seqlens_q, cu_seqlens_k, q_start, documents, heads, kv_heads, head_dim, value_dim, dtype, kind, window_left, window_right, scale, softcap, alibi_slopes, sinks, alibi_rows, slices, slice_count, dropout;
-    cpattn_options: struct_size, world, ulysses, ring, layout, layout_parameter, passes, circulate, wire, gather, reproducible, pack_inputs, ranks_per_node, circulate_forward, reserved;
+    cpattn_options: struct_size, world, ulysses, ring, layout, layout_parameter, passes, circulate, wire, gather, reproducible, pack_inputs, ranks_per_node, circulate_forward, key_rows;
     cpattn_plan_info: struct_size, replicas, ring, ulysses, layout, layout_parameter, ranks_per_node, q_tokens, k_tokens, fingerprint;
     cpattn_group_limits: struct_size, sizes, size_count, room, token_flops, world, passes, ranks_per_node, reserved;
     cpattn_groups_info: struct_size, makespan, bound, passes, reserved;

@@ -254,6 +254,8 @@ def rows() -> dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str]
         "torch.Batch.halo_reads": (batch.halo_reads, {"taps": 2}, {}),
         "torch.Batch.reads": (batch.reads, {"side": "k", **window}, dict.fromkeys(window, "none")),
         "torch.Batch.labels": (batch.labels, {"ids": ids, "ignore": -100}, {"ignore": "negative truth"}),
+        "torch.Batch.top_keys": (batch.top_keys, {"q": q, "k": q[:, 0], "weights": q[:, :, 0], "top": 2, "scale": 1.0, "relu": True, "tile_bytes": 1 << 20, **window}, {
+            **dict.fromkeys(window, "none"), "weights": "none", "scale": "float negative huge", "relu": "truth", "tile_bytes": "huge", "top": "huge"}),
         "torch.Batch.own_heads": (batch.own_heads, {"side": "q", **of}, dict.fromkeys(of, "none")),
         "torch.Batch.shard": (batch.shard, {"whole": ids, "side": "q"}, {}),
         "torch.Batch.shift": (batch.shift, {"rows": ids, "by": 1, "fill": 0}, {"by": "negative", "fill": "negative truth"}),
