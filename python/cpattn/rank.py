@@ -114,7 +114,8 @@ class Rank:
 
         With `key_indices`, int32 [tokens, heads, entries] on the CPU, each of this rank's q tokens attends only to the keys that it lists:
         positions in its document, each at most once, that the mask allows; -1 is none. heads is 1, for lists that all kv heads share, or
-        the kv heads. All ranks give the same heads and entries. Rows that no token lists may hold anything. A ring needs
+        the kv heads. All ranks give the same heads and entries. Rows that no token lists may hold anything. In a ring either the listed
+        rows of k and v move or those that the mask allows: the plan's option `key_rows`. A ring needs
         circulate_forward="keys" (backward: circulate="keys"). Devices, slices, pages and reproducible plans refuse it.
 
         `lse` is a natural logarithm, or with `lse_base="base_2"` one to base 2, which devices refuse."""

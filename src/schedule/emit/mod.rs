@@ -84,7 +84,10 @@ impl Schedule {
         let both = backward && plan.options().reproducible;
         let side = plan.circulates(direction);
         let queries_travel = side == CirculatingSide::Queries && (backward || plan.mesh().ring > 1);
-        if both || !queries_travel {
+        if let Some(listed) = keys.as_ref().filter(|keys| keys.is_listed()) {
+            // Listed rows go straight to their readers.
+            b.out.keys = Some(listed.clone());
+        } else if both || !queries_travel {
             b.divide_rows();
             let splits = b.splits();
             // Rows that several ranks hold cross through node slots even if a node has one ring rank.

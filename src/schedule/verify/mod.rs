@@ -23,6 +23,9 @@
 //!    row crosses back twice: the bytes that cross are the minimum, whichever ranks of a node hold a head. And no
 //!    gateway carries more of these bytes than 1.1 × the mean, or than the busiest owner must.
 //!
+//! Schedules over listed keys (`listed_keys`) are verified by the same parts: there the allowed pairs are those of a
+//! ring rank's q tokens with its own share and with the keys that it lists.
+//!
 //! The two separate all-to-alls (`AllToAll`) and a `Combine` are verified by the same four parts; `all_to_all` and
 //! `combine` specify their inputs and outputs.
 //!
@@ -52,6 +55,7 @@ mod execute;
 mod flaw;
 mod geometry;
 mod listed;
+mod listed_keys;
 mod meet;
 mod memory;
 #[cfg(test)]
@@ -109,6 +113,8 @@ struct Proof<'a> {
     ranks: Vec<RankOps<'a>>,
     /// The most threads that check the outputs.
     threads: usize,
+    /// For schedules over listed keys: the k tokens that each ring rank lists.
+    listed: Option<&'a [Vec<u32>]>,
 }
 
 impl Proof<'_> {
@@ -129,7 +135,7 @@ impl Proof<'_> {
     /// Runs all ranks, and checks their outputs.
     fn finish(self) -> Result<Report> {
         let whole_rows = self.takes_whole_rows();
-        let Self { plan, purpose, ranks, threads } = self;
+        let Self { plan, purpose, ranks, threads, listed } = self;
         let memory = |s| memory::Memory::new(s, promise::tables(s, plan, purpose, whole_rows), whole_rows);
         let memories = ranks.iter().map(|rank| memory(rank.frame())).collect();
         let mut prover = execute::Prover::new(plan, ranks, memories, whole_rows);
@@ -141,6 +147,16 @@ impl Proof<'_> {
         if !matches!(purpose, Purpose::Attention(_)) {
             // Rows of an all-to-all cross from rank to rank, with a copy for every rank that holds the head; those of a
             // combine to the rank that merges them.
+            prover.borders = None;
+        }
+        if let Some(keys) = listed {
+            let of_share = |side, ring| -> listed_keys::TokenIntervals {
+                let ranks = (0..plan.mesh().group()).filter(|&rank| plan.mesh().coordinates(rank).ring == ring);
+                let runs = ranks.flat_map(|rank| promise::token_runs(plan, side, rank));
+                runs.map(|run| (run.token as usize, (run.token + run.tokens) as usize)).collect()
+            };
+            prover.listed = Some(listed_keys::ListedPairs::new(keys, of_share));
+            // They go straight to each reader.
             prover.borders = None;
         }
         meet::run(&mut prover)?;
@@ -198,7 +214,8 @@ impl Plan {
             parallel::each(self.mesh().group(), threads, of_rank).into_iter().collect::<Result<Vec<_>>>()
         };
         let prove = |ranks: Vec<RankOps>, direction, threads| {
-            let proof = Proof { plan: self, purpose: Purpose::Attention(direction), ranks, threads };
+            let purpose = Purpose::Attention(direction);
+            let proof = Proof { plan: self, purpose, ranks, threads, listed: None };
             group_of(proof.frames(), self)?;
             proof.finish()
         };
@@ -223,9 +240,19 @@ impl Plan {
     /// [`Error::Schedule`] with the first flaw found; [`Error::Invalid`] if `schedules` are not those of all ranks of
     /// one group.
     pub fn verify_schedules(&self, schedules: &[Schedule]) -> Result<Report> {
+        self.verify_with(schedules, None)
+    }
+
+    /// As [`Plan::verify_schedules`], over listed keys: those of each ring rank, as tokens of the batch.
+    pub(super) fn verify_listed_schedules(&self, schedules: &[Schedule], keys: &[Vec<u32>]) -> Result<Report> {
+        self.verify_with(schedules, Some(keys))
+    }
+
+    fn verify_with(&self, schedules: &[Schedule], listed: Option<&[Vec<u32>]>) -> Result<Report> {
         let purpose = group_of(schedules.iter(), self)?;
         let ranks = schedules.iter().map(|s| check_rank(s.clone(), None, self, purpose, &mut Expansion::default()));
-        Proof { plan: self, purpose, ranks: ranks.collect::<Result<_>>()?, threads: parallel::processors() }.finish()
+        let (ranks, threads) = (ranks.collect::<Result<_>>()?, parallel::processors());
+        Proof { plan: self, purpose, ranks, threads, listed }.finish()
     }
 
     /// Verifies the schedules of one replica's ranks for a purpose: a direction, an all-to-all or a combine.
