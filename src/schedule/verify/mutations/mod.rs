@@ -28,6 +28,7 @@ mod combines;
 mod extremes;
 mod gateways;
 mod operations;
+mod scans;
 mod written_out;
 
 /// The correct schedules of a group, and the same with all arguments listed.
@@ -190,6 +191,7 @@ fn subjects() -> Vec<Subject> {
     }
     subjects.extend(all_to_alls());
     subjects.extend(combines());
+    subjects.extend(scans::scans());
     subjects
 }
 
