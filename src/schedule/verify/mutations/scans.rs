@@ -3,40 +3,8 @@
 
 use alloc::{format, vec::Vec};
 
-use super::{Subject, mutate};
-use crate::{
-    batch::Batch,
-    element::Dtype,
-    layout::Layout,
-    mesh::Mesh,
-    plan::{Plan, Problem},
-    schedule::{
-        Decay, Purpose, Scan, ScanForm, Schedule,
-        expanded::{ExpandedOp, SumBlock},
-    },
-};
-
-/// Scans in each form: documents within a rank and over several, an empty one, ranks without tokens, two segments of a
-/// document on one rank, beside Ulysses ranks.
-pub(super) fn scans() -> Vec<Subject> {
-    let mut subjects = Vec::new();
-    for (lengths, ring, ulysses, layout) in [
-        (&[2, 0, 13, 3][..], 5, 1, Layout::Contiguous),
-        (&[9, 7], 3, 1, Layout::Zigzag),
-        (&[3, 14], 2, 2, Layout::Balanced { chunks: 2 }),
-    ] {
-        let problem = Problem::new(Batch::from_lengths(lengths).unwrap(), 4, 2, 8, Dtype::Bf16);
-        let plan = Plan::new(&problem, Mesh { replicas: 1, ring, ulysses }, layout).unwrap();
-        for form in [ScanForm::Chain, ScanForm::Tree, ScanForm::Direct] {
-            for decay in [Decay::Diagonal, Decay::Matrix] {
-                let scan = Scan { form, reverse: decay == Decay::Matrix, ..Scan::new(decay, 2, 2, 2) };
-                let name = format!("{scan:?} over {layout}, {ring} × {ulysses}");
-                subjects.push(Subject::new(name, &plan, Purpose::Scan(scan), |rank| Schedule::scan(&plan, rank, scan)));
-            }
-        }
-    }
-    subjects
-}
+use super::mutate;
+use crate::schedule::expanded::{ExpandedOp, SumBlock};
 
 #[test]
 fn joins_changed() {
