@@ -70,6 +70,11 @@ int32_t cpattn_plan_verify_all_to_all(const cpattn_plan *plan, int32_t side, uin
 int32_t cpattn_rank_combine(cpattn_rank *rank, const cpattn_plan *plan, int32_t to, const cpattn_combine_args *args) { return 0; }
 int32_t cpattn_plan_verify_combine(const cpattn_plan *plan, int32_t to, int32_t partial) { return 0; }
 int32_t cpattn_plan_combine_workspace(const cpattn_plan *plan, uint32_t rank, int32_t to, int32_t partial, uint64_t *bytes) { return 0; }
+int32_t cpattn_plan_segments(const cpattn_plan *plan, uint32_t rank, cpattn_segment *segments, size_t capacity, size_t *count) { return 0; }
+int32_t cpattn_rank_scan(cpattn_rank *rank, const cpattn_plan *plan, const cpattn_scan *scan, const cpattn_tensor *decay,
+    const cpattn_tensor *state, const cpattn_tensor *initial_state) { return 0; }
+int32_t cpattn_plan_verify_scan(const cpattn_plan *plan, const cpattn_scan *scan) { return 0; }
+int32_t cpattn_plan_scan_workspace(const cpattn_plan *plan, uint32_t rank, const cpattn_scan *scan, uint64_t *bytes) { return 0; }
 int32_t cpattn_rank_shift(cpattn_rank *rank, const cpattn_plan *plan, int64_t by, const void *fill,
     const cpattn_tensor *rows, const cpattn_tensor *out) { return 0; }
 int32_t cpattn_clock(uint64_t *ns) { return 0; }
@@ -111,6 +116,7 @@ int32_t cpattn_schedule_create_all_to_all(const cpattn_plan *plan, uint32_t rank
     int32_t dtype, cpattn_schedule **schedule) { return 0; }
 int32_t cpattn_schedule_create_combine(const cpattn_plan *plan, uint32_t rank, int32_t to, int32_t partial,
     cpattn_schedule **schedule) { return 0; }
+int32_t cpattn_schedule_create_scan(const cpattn_plan *plan, uint32_t rank, const cpattn_scan *scan, cpattn_schedule **schedule) { return 0; }
 int32_t cpattn_schedule_destroy(cpattn_schedule *schedule) { return 0; }
 int32_t cpattn_schedule_describe(const cpattn_schedule *schedule, cpattn_schedule_info *info) { return 0; }
 int32_t cpattn_schedule_op(const cpattn_schedule *schedule, size_t index, cpattn_op *op) { return 0; }
@@ -134,6 +140,8 @@ cpattn_keys *keep_cpattn_keys(void) { return 0; }
 cpattn_forward_args *keep_cpattn_forward_args(void) { return 0; }
 cpattn_backward_args *keep_cpattn_backward_args(void) { return 0; }
 cpattn_combine_args *keep_cpattn_combine_args(void) { return 0; }
+cpattn_scan *keep_cpattn_scan(void) { return 0; }
+cpattn_segment *keep_cpattn_segment(void) { return 0; }
 cpattn_event *keep_cpattn_event(void) { return 0; }
 cpattn_range *keep_cpattn_range(void) { return 0; }
 cpattn_band *keep_cpattn_band(void) { return 0; }

@@ -59,7 +59,7 @@ pub(super) struct Prepared {
 
 impl Prepared {
     pub(super) fn new(plan: &Plan, rank: usize, run: Purpose) -> Result<Self> {
-        let schedule = run.schedule(plan, rank)?;
+        let schedule = Schedule::of(plan, rank, run)?;
         let expected = ExpectedTensors::new(plan, run, &schedule);
         one_rank::check(&schedule, &expected.forms, &mut Expansion::new(&schedule))?;
         Ok(Self {

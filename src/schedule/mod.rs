@@ -32,6 +32,7 @@ mod purpose;
 pub(crate) mod ring_steps;
 #[cfg(feature = "std")]
 pub(crate) mod run_trait;
+mod scan;
 #[cfg(test)]
 mod slice_tests;
 mod sweep;
@@ -46,6 +47,7 @@ pub use ops::{AttendOp, AttendPart, BackwardOp, Buf, Buffer, BufferView, Lane, M
 pub use purpose::Purpose;
 pub(crate) use purpose::TensorForm;
 pub(crate) use ring_steps::{RangeScratch, RingSteps};
+pub use scan::{Decay, Scan, ScanForm};
 pub use tensor_id::{TensorAxes, TensorId};
 
 /// The ring steps of k's side and of q's side, if they have been computed already.
@@ -54,7 +56,7 @@ type KnownSteps = [Option<Arc<RingSteps>>; 2];
 /// The phase of exchanges of the ring that go from node to node; those inside a node are "ring".
 pub(crate) const BETWEEN_NODES: &str = "between nodes";
 
-/// One rank's operations for one [`Purpose`]: a direction of attention, an all-to-all, or a combine.
+/// One rank's operations for one [`Purpose`]: a direction of attention, an all-to-all, a combine or a scan.
 #[derive(Clone, Debug)]
 pub struct Schedule {
     /// This rank.
