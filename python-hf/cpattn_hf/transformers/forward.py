@@ -153,15 +153,32 @@ class Forward(Gathers):
 
     @cached_property
     def passing(self) -> Passing:
+        """The exchange of states that are not on the CPU, and of packs of which few documents are in several segments."""
         every = [[one for one in some if not one.whole] for some in self.every_segment]
         return Passing(every, self.batch.context.number, self.group)
+
+    @cached_property
+    def _scans(self) -> bool:
+        """Whether `Batch.scan` passes states on: it runs on the CPU, or wherever the kernel of others does, and has a row for each segment, also for
+        whole documents, of which a pack may have thousands."""
+        context, most = self.batch.context, 2 * max(map(len, self.passing.every))
+        return (context.device.type == "cpu" or context.kernel is not None) and max(
+            map(len, self.every_segment)
+        ) <= most
 
     def scan(self, decay: Tensor, state: Tensor, *, matrix: bool = False) -> Tensor:
         """From the decays and the end states of the segments that are no whole documents, [segments, ...], the initial state of each. Nothing is
         exchanged if each document is in one segment."""
         if not self.passing:
             return connected(torch.zeros_like(state), decay, state)
-        return self.passing.scan(decay, state, matrix)
+        if not self._scans:
+            return self.passing.scan(decay, state, matrix)
+        rows = [at for at, one in enumerate(self.segments) if not one.whole]
+        if len(rows) == len(self.segments):
+            return self.batch.scan(decay, state, matrix=matrix)
+        at = torch.tensor(rows, dtype=torch.int64, device=state.device)
+        every = (one.new_zeros(len(self.segments), *one.shape[1:]).index_copy(0, at, one) for one in (decay, state))
+        return self.batch.scan(*every, matrix=matrix)[at]
 
     def passes(self, kind: str, form: Form, layer: Any) -> bool:
         """Whether layers of this class pass states in this forward pass, or get whole documents."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""The exchange of states: from the decay and the end state of each segment, the initial state of each.
+"""The exchange of states where `Batch.scan` does not serve: on a device with the crate's kernels, and among many whole documents.
 
 Along the segments of a document, s[next] = decay · s + state, and s is 0 for the first one. Each rank gets the decays and the states of the
 segments before its own from the ranks that have them, and multiplies them out in the order of the document. So bits do not depend
@@ -45,11 +45,6 @@ class Passing:
         """The initial state of each of this rank's segments, [segments, ...]. Differentiable. All ranks call it."""
         out: Tensor = _Scan.apply(decay, state, self, matrix)  # type: ignore[no-untyped-call]
         return out
-
-    def bytes(self, decay: Tensor, state: Tensor) -> int:
-        """What this rank sends for these in one direction."""
-        each = decay[0].numel() + state[0].numel() if len(state) else 0
-        return sum(len(self._sent(self.rank, to, False)) for to in range(len(self.every)) if to != self.rank) * each * 4
 
     def sums(self, decay: Tensor, state: Tensor, matrix: bool, backward: bool) -> Tensor:
         """What comes in at each of this rank's segments, from its start or, in the backward pass, from its end."""
