@@ -253,6 +253,8 @@ fn the_c_compiler_lays_structs_out_alike() {
     cpattn_forward_args: struct_size, q, k, v, sinks, o, lse, stream, max_logit, dropout_seed, keys, lse_base, reserved;
     cpattn_backward_args: struct_size, q, k, v, sinks, o, lse, d_o, dq, dk, dv, dsinks, stream, d_lse, dropout_seed, keys, lse_base, reserved;
     cpattn_combine_args: struct_size, partial_o, partial_lse, sinks, o, lse, stream, lse_base, reserved;
+    cpattn_scan: struct_size, decay, heads, key_dim, value_dim, dtype, reverse, form, reserved;
+    cpattn_segment: row, token, tokens, document, position;
     cpattn_event: name, phase, start_ns, end_ns, bytes, rank, step, lane, reserved;
     cpattn_range: row, pos, len, block, period, doc;
     cpattn_q_range: range, document, keys_begin, keys_end, mode, reserved;

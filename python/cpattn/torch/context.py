@@ -38,6 +38,7 @@ from .gloo import Collectives, GlooTransport, Members
 from .heads import Heads
 from .kernels import Kernel, find
 from .lists import lists_of
+from .scan import Scanning
 from .top_keys import Choosing
 
 if TYPE_CHECKING:
@@ -288,7 +289,7 @@ class Context(PackedContext, Combining):
         (self.transport.release if self._host is None else self._host.close)()
 
 
-class Batch(Heads, Choosing, Packed):
+class Batch(Heads, Choosing, Scanning, Packed):
     """Packed documents, sharded over the ranks of a context.
 
     `tokens` (int64) are the indices in the batch of this rank's tokens, in its order; `positions` (int64) are their
