@@ -23,7 +23,7 @@ from ..dtypes import TORCH_DTYPES
 from ..kernels import Kernel, Memory, Scratch
 from .attention import Attend, AttendBackward, Delta, SinkGradient
 from .messages import Exchange, Flight, Network, failure
-from .moves import Merges, Sums
+from .moves import Joins, Merges, Sums
 from .recording import Recording, Timed
 from .rows import Buffers
 
@@ -121,6 +121,8 @@ class Program:
             return Exchange(op, buffers, self._network, salt, room)
         if op.kind in (OpKind.SUM, OpKind.SINK_TOTAL):
             return Sums(op, buffers, room)
+        if op.kind in (OpKind.COMPOSE, OpKind.COMPOSE_MATRIX):
+            return Joins(op)
         if op.kind in (OpKind.MERGE, OpKind.COMBINE):
             return Merges(op, buffers, room)
         if op.kind == OpKind.DELTA:

@@ -19,12 +19,13 @@ import torch
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from ...arguments import attempt, whole
+from ...arguments import attempt, one_of, whole
 from ..._header import UNLIMITED
 from ...engine import EngineTransport
 from ...errors import Busy, Disagreement, Error, InvalidArgument, InvalidHandle, PeerError, Unsupported
-from ...options import AllToAll, CombineTo, Direction, Dtype, Side
+from ...options import AllToAll, CombineTo, Direction, Dtype, ScanForm, Side
 from ...plan import Plan
+from ...rank import scan_shape
 from ...schedule import Lane, Schedule
 from ...trace import Event
 from ..agree import REFUSED, digest
@@ -142,6 +143,30 @@ class Executor:
                 plan, ("combine", to, partial), lambda: (plan.combine_schedule(self.network.rank, to, partial), None)
             )
             self._run(program, tensors)
+
+    def scan(
+        self,
+        plan: Plan,
+        stream: Any = None,
+        *,
+        decay: Tensor,
+        state: Tensor,
+        initial_state: Tensor,
+        matrix: bool = False,
+        reverse: bool = False,
+        form: ScanForm | str = ScanForm.AUTO,
+    ) -> None:
+        """Passes states on along documents: as `Rank.scan`."""
+        self._check_open()
+        with self._on(stream):
+            shape, form = scan_shape(decay.shape, state.shape, matrix), one_of("form", form, ScanForm)
+            key = ("scan", *shape, dtype_of("state", state), matrix, reverse, form)
+
+            def make() -> tuple[Schedule, None]:
+                how: dict[str, Any] = {"matrix": matrix, "reverse": reverse, "form": form, "dtype": key[4]}
+                return plan.scan_schedule(self.network.rank, *shape, **how), None
+
+            self._run(self._made(plan, key, make), {"decay": decay, "state": state, "initial_state": initial_state})
 
     def prepare(self, plan: Plan, direction: Direction) -> None:
         """Makes the program of a plan; ranks compare it at its first run."""
