@@ -33,7 +33,8 @@ class Honours:
     `devices` are device types, None: all. `head_dim` is the largest, `head_dim_multiple` what q's, k's and v's are padded to with
     columns of zeros. `returns_f32`: o comes back in f32 (f64 for f64) and is not rounded to the inputs' type. `group`: q heads per kv
     head may be more than one. `strides`: rows and heads of q, k, v and d_o may have any, else these are contiguous.
-    `windows`: any limits, else none or 0 on the right. `takes_delta`: its backward reads delta and no o."""
+    `windows`: any limits, else none or 0 on the right. `square`: 0 on the right only where a sequence has as many keys as rows, whatever the
+    corner is that the kernel counts from. `takes_delta`: its backward reads delta and no o."""
 
     dtypes: tuple[torch.dtype, ...]
     devices: tuple[str, ...] | None = None
@@ -50,6 +51,7 @@ class Honours:
     takes_delta: bool = False
     backward: bool = True
     max_logit: bool = False
+    square: bool = False
 
 
 class Kernel:

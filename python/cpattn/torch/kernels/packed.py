@@ -23,7 +23,7 @@ from ...errors import Unsupported
 from ...schedule import Op
 from .heads import HeadMap
 from .kernel import columns_of_delta
-from .rectangles import Rectangle, Rectangles, causal, rectangles_of, rows_of_runs
+from .rectangles import Rectangle, Rectangles, causal, rectangles_of, rows_of_runs, squared
 from .scratch import Fresh, Index
 from .trial import returned, returned_gradients, tried
 
@@ -102,6 +102,8 @@ class ByRectangles:
         if not self.able.windows:
             found = [part for one in found for part in causal(one)]
             refuse_windows(self.kernel.name, found)
+        if self.able.square:
+            found = [part for one in found for part in squared(one)]
         if slopes is not None:
             refuse_corners(self.kernel.name, found)
         # The longest first, and all of one pair of limits in one call.

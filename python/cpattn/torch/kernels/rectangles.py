@@ -178,6 +178,16 @@ def causal(one: Rectangle) -> list[Rectangle]:
     return [replace(first, right=0), replace(rest, right=None)]
 
 
+def squared(one: Rectangle) -> list[Rectangle]:
+    """A causal rectangle as the keys that all rows see, and as many keys as rows."""
+    more = one.keys - one.rows
+    if one.right != 0 or not more:
+        return [one]
+    ends = (0, more), (more, one.keys)
+    before, rest = (replace(one, k=tuple(part(one.k, *some)), corner=None) for some in ends)
+    return [replace(before, right=None), rest]
+
+
 def rectangles_of(op: Op, in_order: bool) -> list[Rectangle]:
     """All pairs of an operation. Rows of q count in the operation's ranges, one after another; rows of k in the k view. `in_order`: keys
     stay in the order of their positions, which slopes need."""
