@@ -7,7 +7,7 @@ other library with DLPack. A `Transport` is your own communicator. `cpattn.torch
 
 from . import _header, schedule, slices
 from ._header import UNLIMITED
-from ._library import library_version
+from ._library import library_features, library_version
 from .dropout import dropout_mask
 from .engine import Engine, EngineTransport
 from .errors import (
@@ -24,6 +24,7 @@ from .errors import (
     Unsupported,
     WrongCall,
 )
+from .groups import plan_groups
 from .options import (
     AllToAll,
     Circulate,
@@ -31,10 +32,12 @@ from .options import (
     Direction,
     Dtype,
     Gather,
+    KeyRows,
     Kind,
     Layout,
     LseBase,
     PlanOptions,
+    ScanForm,
     Side,
     Wire,
     ranks_per_node,
@@ -68,6 +71,7 @@ __all__ = [
     "Error",
     "Event",
     "Gather",
+    "KeyRows",
     "InvalidArgument",
     "InvalidHandle",
     "Isa",
@@ -83,6 +87,7 @@ __all__ = [
     "Plan",
     "PlanOptions",
     "Rank",
+    "ScanForm",
     "ScheduleError",
     "Side",
     "Slice",
@@ -95,12 +100,14 @@ __all__ = [
     "chrome_trace",
     "clock",
     "dropout_mask",
+    "library_features",
     "library_version",
     "local_group",
     "nccl_group",
     "nccl_unique_id",
     "on_all",
     "peer_group",
+    "plan_groups",
     "ranks_per_node",
     "schedule",
     "slices",

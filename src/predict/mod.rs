@@ -4,7 +4,8 @@
 //! There are two models. `aggregate` computes the load of the busiest rank and converts it to seconds with a few sums;
 //! it is fast for any number of ranks, and ignores single messages. [`Plan::simulate`] executes every operation.
 //! [`meshes`] rates all candidates by the first model. If the group is small enough, it replaces the figures of the
-//! best candidates by those of the second; each line names its model.
+//! best candidates by those of the second; each line names its model. [`groups`] deals documents over groups of ranks
+//! of several sizes, by the first model.
 //!
 //! ```
 //! use cpattn::{Batch, Dtype, Machine, Problem, predict};
@@ -18,9 +19,11 @@
 
 mod aggregate;
 mod choose;
+mod groups;
 mod table;
 
 pub use aggregate::PassTime;
+pub use groups::{GroupLimits, Groups, RankGroup, groups};
 
 use alloc::{string::String, vec, vec::Vec};
 

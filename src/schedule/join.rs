@@ -42,7 +42,7 @@ pub(super) enum Class {
 }
 
 impl Class {
-    fn has(self, reverse: bool) -> bool {
+    pub(super) fn has(self, reverse: bool) -> bool {
         match self {
             Self::Forward => !reverse,
             Self::Reverse => reverse,

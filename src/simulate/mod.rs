@@ -31,7 +31,7 @@ use crate::{
     machine::{Level, Machine},
     plan::Plan,
     report::trace::{Event, common},
-    schedule::{Direction, Lane, Schedule},
+    schedule::{Lane, Purpose, Schedule},
 };
 
 /// One rank's part of a [`Simulation`]; times are seconds.
@@ -95,7 +95,7 @@ impl Simulation {
 }
 
 impl Plan {
-    /// Simulates a run of the first group on a machine.
+    /// Simulates a run of the first group on a machine: a direction of attention, an all-to-all, a combine or a scan.
     ///
     /// Makes the schedules of all ranks of the group, so it takes as long as planning all of them, and about a
     /// microsecond for each message.
@@ -115,10 +115,10 @@ impl Plan {
     /// assert!(run.ranks[0].bytes_between > 0);
     /// # Ok::<(), cpattn::Error>(())
     /// ```
-    pub fn simulate(&self, direction: Direction, machine: &Machine) -> Result<Simulation> {
+    pub fn simulate(&self, purpose: impl Into<Purpose>, machine: &Machine) -> Result<Simulation> {
         machine.check()?;
-        let schedules =
-            (0..self.mesh().group()).map(|r| Schedule::new(self, r, direction)).collect::<Result<Vec<_>>>()?;
+        let purpose = purpose.into();
+        let schedules = (0..self.mesh().group()).map(|r| Schedule::of(self, r, purpose)).collect::<Result<Vec<_>>>()?;
         let mut exact = true;
         let mut lists = Vec::with_capacity(schedules.len());
         for schedule in &schedules {

@@ -7,7 +7,7 @@
 
 use alloc::{format, sync::Arc};
 
-use super::{CirculatingSide, Direction, KnownSteps, RingSteps, Schedule, ring_steps::Holders};
+use super::{CirculatingSide, Direction, KnownSteps, Purpose, RingSteps, Schedule, ring_steps::Holders};
 use crate::{
     batch::Side,
     error::{Error, Result},
@@ -26,6 +26,7 @@ mod lanes;
 mod option_tests;
 mod passes;
 mod ring;
+mod scan;
 mod travel;
 mod ulysses;
 
@@ -45,6 +46,19 @@ impl Schedule {
     /// A rank outside the mesh; a problem of another kind than softmax attention.
     pub fn new(plan: &Plan, rank: usize, direction: Direction) -> Result<Self> {
         Self::with_steps(plan, rank, direction, KnownSteps::default())
+    }
+
+    /// One rank's operations for a purpose.
+    ///
+    /// # Errors
+    /// Those of [`Schedule::new`], [`Schedule::all_to_all`], [`Schedule::combine`] or [`Schedule::scan`].
+    pub(crate) fn of(plan: &Plan, rank: usize, purpose: Purpose) -> Result<Self> {
+        match purpose {
+            Purpose::Attention(direction) => Self::new(plan, rank, direction),
+            Purpose::AllToAll(all_to_all) => Self::all_to_all(plan, rank, all_to_all),
+            Purpose::Combine(combine) => Self::combine(plan, rank, combine),
+            Purpose::Scan(scan) => Self::scan(plan, rank, scan),
+        }
     }
 
     /// One rank's operations forward and backward. If the same side circulates in both, its ring steps are computed
@@ -98,7 +112,10 @@ impl Schedule {
         let both = backward && plan.options().reproducible;
         let side = plan.circulates(direction);
         let queries_travel = side == CirculatingSide::Queries && (backward || plan.mesh().ring > 1);
-        if both || !queries_travel {
+        if let Some(listed) = keys.as_ref().filter(|keys| keys.is_listed()) {
+            // Listed rows go straight to their readers.
+            b.out.keys = Some(listed.clone());
+        } else if both || !queries_travel {
             b.divide_rows();
             let splits = b.splits();
             // Rows that several ranks hold cross through node slots even if a node has one ring rank.

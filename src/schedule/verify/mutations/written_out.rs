@@ -235,7 +235,9 @@ fn blocks_changed() {
                         change("a source repeated", &|s| s.sources.push(s.sources[n]));
                     }
                 }
-                change("all sources repeated", &|s| s.sources.extend_from_within(..));
+                if !sum.sources.is_empty() {
+                    change("all sources repeated", &|s| s.sources.extend_from_within(..));
+                }
                 if sum.sources.len() > 1 && s.plan.form() == Form::Ordered {
                     change("sources swapped", &|s| s.sources.swap(0, 1));
                 }
