@@ -32,6 +32,8 @@ HAS = {
     "_scaled_dot_product_flash_attention_for_cpu_backward": ["torch:ops.aten"],
     "_flash_attention_forward": ["torch:ops.aten"],
     "_flash_attention_backward": ["torch:ops.aten"],
+    "_cudnn_attention_forward": ["torch:ops.aten"],
+    "_cudnn_attention_backward": ["torch:ops.aten"],
     "_efficient_attention_forward": ["torch:ops.aten"],
     "_efficient_attention_backward": ["torch:ops.aten"],
     "_lazy_imports": ["transformers.modeling_flash_attention_utils:"],
