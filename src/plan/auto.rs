@@ -2,8 +2,8 @@
 //! Choosing a mesh and a layout, by the rules that [`Choice`] documents.
 //!
 //! `predict::aggregate` rates the same candidates in seconds, by a machine's description
-//! ([`PlanBuilder::build_on`](super::PlanBuilder::build_on)). One model for both was tried: the automatic choice by that
-//! model, with the description of H100 nodes where none is given. It was not taken, for three reasons:
+//! ([`PlanBuilder::build_on`](super::PlanBuilder::build_on)). One model for both was tried: the automatic choice by
+//! that model, with the description of H100 nodes where none is given. It was not taken, for three reasons:
 //!
 //! | | this rule | by the model |
 //! |---|---|---|
@@ -17,7 +17,8 @@
 //!   candidate.
 //! - More of its choices are faster, but those that are slower take up to 3.4 times as long, and all together a quarter
 //!   longer. The model takes one rank to have all of the largest figures; whether that is the reason was not examined.
-//! - It computes in f64, and its answer depends on the description: ranks must not choose by a machine that nobody named.
+//! - It computes in f64, and its answer depends on the description: ranks must not choose by a machine that nobody
+//!   named.
 //!
 //! `cargo bench --bench choices` repeats it (CPU time, the smallest of two, on an Intel Xeon beside other programs,
 //! 2026-11-29). What both models count alike is counted once: `loads`, `nodes` and `heads`.
