@@ -33,6 +33,8 @@ use crate::{
 const COLUMNS: usize = 8;
 /// Up to this many ranks of a group are counted one by one; of more, [`SAMPLE`] are.
 const COUNTED: usize = 64;
+/// The same, times the documents: a schedule takes a few steps for each document.
+const COUNTED_DOCUMENTS: usize = 1 << 24;
 const SAMPLE: usize = 16;
 /// Up to this many ring steps have lines of their own.
 const STEPS: usize = 16;
@@ -50,7 +52,7 @@ impl Plan {
     /// the workspace.
     ///
     /// Counts the schedules of all ranks of a group, so it takes as long as planning all of them; of a group of more
-    /// than 64 ranks it counts 16 and says so.
+    /// than 64 ranks, or of fewer if ranks times documents are more than 2²⁴, it counts 16 and says so.
     ///
     /// ```
     /// use cpattn::{Batch, Dtype, Plan, Problem};
@@ -103,8 +105,9 @@ impl Plan {
 
     /// The ranks whose schedules are counted: all of the first group, or some of them, evenly.
     fn counted(&self) -> Vec<usize> {
-        let n = self.mesh().group();
-        if n <= COUNTED { (0..n).collect() } else { (0..SAMPLE).map(|i| i * (n - 1) / (SAMPLE - 1)).collect() }
+        let (n, documents) = (self.mesh().group(), self.problem().batch().documents());
+        let all = n <= SAMPLE || n <= COUNTED && n.saturating_mul(documents) <= COUNTED_DOCUMENTS;
+        if all { (0..n).collect() } else { (0..SAMPLE).map(|i| i * (n - 1) / (SAMPLE - 1)).collect() }
     }
 
     /// The costs of these ranks, forward and backward.

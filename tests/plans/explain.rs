@@ -215,6 +215,18 @@ fn of_very_many_ranks_some_are_counted_and_named() {
     has(&text, &["16 of 96 ranks were counted: [0, 6, 12, 19,", "95]"]);
 }
 
+/// A schedule takes a few steps for each document, so of many documents fewer ranks are counted.
+#[test]
+fn of_very_many_documents_some_ranks_are_counted() {
+    let of = |documents: usize| {
+        let lengths: Vec<usize> = (0..documents).map(|i| if i == 0 { 4096 } else { 0 }).collect();
+        let problem = Problem::new(Batch::from_lengths(&lengths).unwrap(), 2, 2, 8, Dtype::F32);
+        Plan::new(&problem, Mesh::ring(32).unwrap(), Layout::Contiguous).unwrap().explain()
+    };
+    has(&of((1 << 19) + 1), &["16 of 32 ranks were counted: [0, 2, 4, 6,", "31]"]);
+    assert!(!of(1 << 19).contains("were counted"));
+}
+
 #[test]
 fn nodes_in_the_cost_are_named() {
     let p = Problem::new(Batch::from_lengths(&[1 << 15]).unwrap(), 32, 8, 128, Dtype::Bf16);
