@@ -105,7 +105,7 @@ class Calls:
         self._keep_hidden()
         self._asked = reader
         try:
-            return reader.given((self.model if model is None else model)(**inputs))
+            return reader.scores_of((self.model if model is None else model)(**inputs))
         finally:
             self._asked = None
 

@@ -71,26 +71,26 @@ class Forward(Gathers):
                 "dropout_seed": (seed_of_call(self.draws).number + self.part * PARTS) % 2**64,
             }
         dtype = torch.get_autocast_dtype(v.device.type) if torch.is_autocast_enabled(v.device.type) else v.dtype
-        q, k, v = (self.held(x.to(dtype)) for x in (q, k, v))
+        q, k, v = (self.own_rows(x.to(dtype)) for x in (q, k, v))
         batch, (left, right) = self.views.of(dtype, window)
-        return self.given(batch.attention(q, k, v, window_left=left, window_right=right, **options))
+        return self.model_rows(batch.attention(q, k, v, window_left=left, window_right=right, **options))
 
     def blocked(self, numbers: Tensor) -> bool:
         if self.outer and numbers.shape == self.pack.shape:
-            kept = self.pack.kept
+            indices = self.pack.kept
             return self.views.blocked(
-                numbers.flatten()[kept.to(numbers.device)][None], torch.arange(len(kept), device=kept.device)
+                numbers.flatten()[indices.to(numbers.device)][None], torch.arange(len(indices), device=indices.device)
             )
         return self.views.blocked(numbers, self.tokens)
 
-    def contrary(self, message: str) -> None:
-        self.views.contrary(message)
+    def refuse_is_causal(self, message: str) -> None:
+        self.views.refuse_is_causal(message)
 
-    def held(self, x: Tensor) -> Tensor:
+    def own_rows(self, x: Tensor) -> Tensor:
         """The rows of x that are tokens of this rank."""
         return x[: len(self.batch.tokens)]
 
-    def given(self, x: Tensor) -> Tensor:
+    def model_rows(self, x: Tensor) -> Tensor:
         """From rows for the tokens of this rank to rows for those that its model got."""
         return x if len(self.batch.tokens) else torch.cat([x, x.new_zeros(1, *x.shape[1:])])
 
@@ -110,10 +110,10 @@ class Forward(Gathers):
         return self.batch.cu_seqlens
 
     def to_heads(self, x: Tensor, side: str = "q", **heads: int) -> Tensor:
-        return self.views.batch(x.dtype).to_heads(self.held(x), side, **heads)
+        return self.views.batch(x.dtype).to_heads(self.own_rows(x), side, **heads)
 
     def to_tokens(self, x: Tensor, side: str = "q", **heads: int) -> Tensor:
-        return self.given(self.views.batch(x.dtype).to_tokens(x, side, **heads))
+        return self.model_rows(self.views.batch(x.dtype).to_tokens(x, side, **heads))
 
     def own_heads(self, side: str = "q", **heads: int) -> slice:
         return self.batch.own_heads(side, **heads)

@@ -35,6 +35,7 @@ from .forward import Forward
 from .images import Images
 from .inputs import LOSSES, checked, loss_of
 from .integrity import Integrity, configs_of
+from .loss_trial import PLACES
 from .mesh import group_of
 from .mixers import Mixer, Mixers
 from .mtp import MultiToken
@@ -212,9 +213,8 @@ class ContextParallel(Calls):
             self._kept = Kept(model)
             self._kept.replace()
         ulysses = self._options.get("ulysses")  # which other layers than those with kernels do not limit
-        self._found = probe(
-            model, self._takes, self._mixers, self._kept, ulysses if isinstance(ulysses, int) and ulysses > 0 else 1
-        )
+        heads = ulysses if isinstance(ulysses, int) and ulysses > 0 else 1
+        self._found = probe(model, self._takes, self._mixers, self._kept, heads, LOSSES.get(loss_of(model)))
         if self._kept:
             self._kept.restore()
         self._integrity = Integrity(self)
@@ -309,6 +309,9 @@ class ContextParallel(Calls):
                         inputs.get("input_ids") is not None,
                         LOSSES.get(loss_of(self.model), True),
                     )
+                if found.labels is not None and reader is None and (own := self._found.loss):
+                    if own != PLACES or inputs.get("shift_labels") is None:
+                        raise Unsupported(f"labels are given to {type(self.model).__name__}: {own}")
                 if reader and found.weights is not None:
                     raise Unsupported(
                         "loss_weights are given where the loss is not that of labels of tokens: leave them out, and weigh the results"

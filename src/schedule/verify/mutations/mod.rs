@@ -17,8 +17,8 @@ use crate::{
     mesh::Mesh,
     plan::{Circulate, Gather, Options, Plan, Problem, Wire},
     schedule::{
-        AllToAll, AllToAllDirection, Buf, BufferView, Combine, CombineTo, Decay, Direction, Lane, OpKind, Purpose, Scan,
-        ScanForm, Schedule, StepTensor, TensorId,
+        AllToAll, AllToAllDirection, Buf, BufferView, Combine, CombineTo, Decay, Direction, Lane, OpKind, Purpose,
+        Scan, ScanForm, Schedule, StepTensor, TensorId,
         expand::Expansion,
         expanded::{ExpandedOp, expand_with},
     },
