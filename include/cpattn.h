@@ -102,6 +102,18 @@ extern "C" {
 /* The same number for the linked library. While major is 0, libraries with another minor version are incompatible. */
 uint32_t cpattn_version(void);
 
+/* What the linked library was built with. Without CPATTN_FEATURE_KERNELS (capi/build --planner) it plans, lists
+ * schedules, carries messages, combines and moves heads; calls and runs of attention are refused with
+ * CPATTN_UNSUPPORTED. */
+#define CPATTN_FEATURE_KERNELS 1
+#define CPATTN_FEATURE_RAYON 2
+#define CPATTN_FEATURE_CUDA 4
+#define CPATTN_FEATURE_NCCL 8
+#define CPATTN_FEATURE_MPI 16
+
+/* A set of CPATTN_FEATURE_.... */
+uint32_t cpattn_features(void);
+
 /* ---- Status ------------------------------------------------------------------------------------------------------ */
 
 #define CPATTN_OK 0
@@ -318,6 +330,12 @@ typedef struct cpattn_problem {
  * numbers; each replica works on its own batch. If ulysses and ring are both 0, both are chosen automatically; if one of
  * them is 0, it becomes world divided by the other.
  */
+/* Which rows of k and v move in runs over listed keys (CPATTN_KEYS_LISTED). */
+#define CPATTN_KEY_ROWS_AUTO 0    /* those of the two that are fewer bytes over all ranks, counted in each run; ALLOWED on a rank \
+                                     with a lent workspace, or whose k and v are not compact */
+#define CPATTN_KEY_ROWS_LISTED 1  /* those that lists name, each once to each ring rank whose tokens list it */
+#define CPATTN_KEY_ROWS_ALLOWED 2 /* those that the mask allows, as without lists */
+
 typedef struct cpattn_options {
   size_t struct_size;
   uint32_t world;            /* ranks of the transport */
@@ -334,11 +352,11 @@ typedef struct cpattn_options {
   uint32_t ranks_per_node;   /* ranks that share a node: rank r is in node r / ranks_per_node, and a row crosses from one node
                                 to another once; 0, or as many as all ranks or more: all links are alike. See cpattn_ranks_per_node */
   int32_t circulate_forward; /* CPATTN_CIRCULATE_... */
-  int32_t reserved;          /* 0 */
+  int32_t key_rows;          /* CPATTN_KEY_ROWS_... */
 } cpattn_options;
 
 #define CPATTN_OPTIONS_INIT \
-  { sizeof(cpattn_options), 1, 0, 0, CPATTN_LAYOUT_AUTO, 0, 1, CPATTN_CIRCULATE_AUTO, CPATTN_WIRE_FULL, CPATTN_GATHER_AUTO, 0, 0, 0, CPATTN_CIRCULATE_AUTO, 0 }
+  { sizeof(cpattn_options), 1, 0, 0, CPATTN_LAYOUT_AUTO, 0, 1, CPATTN_CIRCULATE_AUTO, CPATTN_WIRE_FULL, CPATTN_GATHER_AUTO, 0, 0, 0, CPATTN_CIRCULATE_AUTO, CPATTN_KEY_ROWS_AUTO }
 
 /* ---- Plan -------------------------------------------------------------------------------------------------------- */
 
@@ -376,6 +394,43 @@ int32_t cpattn_plan_with_tokens_of(const cpattn_plan *base, const cpattn_problem
  * 0: they are chosen. `plans` has room for `kinds` plans, and is written only if all of them were made. */
 int32_t cpattn_plan_auto_for(const cpattn_problem *const *problems, const uint64_t *layers, size_t kinds,
                              const cpattn_options *options, cpattn_plan **plans);
+
+/* What groups of ranks may be: see cpattn_plan_groups. */
+typedef struct cpattn_group_limits {
+  size_t struct_size;
+  const uint32_t *sizes;   /* numbers of ranks of a group: ascending, each a multiple of the one before; the last divides world */
+  size_t size_count;
+  uint64_t room;           /* tokens that a rank has room for in a pass; a group of n ranks has room for n times as many */
+  uint64_t token_flops;    /* operations of a token outside of attention in one layer's forward, such as twice its parameters; 0: none */
+  uint32_t world;          /* ranks */
+  uint32_t passes;         /* the most passes; 0: as many as are needed */
+  uint32_t ranks_per_node; /* as in cpattn_options, where no machine is given */
+  uint32_t reserved;       /* 0 */
+} cpattn_group_limits;
+
+#define CPATTN_GROUP_LIMITS_INIT \
+  { sizeof(cpattn_group_limits), NULL, 0, 0, 0, 1, 0, 0, 0 }
+
+/* Costs are picoseconds of one layer's forward and backward if a machine is given, otherwise multiply-adds divided by 1,024. */
+typedef struct cpattn_groups_info {
+  size_t struct_size;
+  uint64_t makespan; /* of all passes, each as long as its most expensive group */
+  uint64_t bound;    /* no dealing of these documents costs less */
+  uint32_t passes;
+  uint32_t reserved;
+} cpattn_groups_info;
+
+#define CPATTN_GROUPS_INFO_INIT \
+  { sizeof(cpattn_groups_info), 0, 0, 0, 0 }
+
+/* Deals documents over groups of ranks that change size: short ones are packed for small groups, which work apart, long ones for
+ * groups of many ranks, by what a document costs a group of each size. A step has several passes if the ranks have no room for all
+ * tokens at once. Document d is in pass[d], in the group of ranks[d] ranks from first_rank[d] on, a multiple of ranks[d]; arrays have
+ * room for problem.documents numbers. Two documents of one pass are in the same group or have no rank in common. `machine` is the
+ * text of a machine's description, or NULL. All ranks get the same result from the same arguments. The documents of `problem` attend
+ * to themselves: slices and cu_seqlens_k are refused. */
+int32_t cpattn_plan_groups(const cpattn_problem *problem, const cpattn_group_limits *limits, const char *machine,
+                           uint32_t *pass, uint32_t *first_rank, uint32_t *ranks, cpattn_groups_info *info);
 
 /* A number that names who holds which tokens: equal for two plans exactly if their documents are equal and each rank holds the
  * same tokens in the same order. A tensor may be used with every plan of its distribution, and with no other plan. */
@@ -705,7 +760,7 @@ typedef struct cpattn_rank cpattn_rank;
  * the accumulator's type (f32; f64 for CPATTN_F64); lse and delta [heads, rows] in the accumulator's type. The natural lse of a
  * row has all of the row's keys in the call. A backward gets lse and delta of whole rows, of which the call may have a part of
  * the keys: p = exp(s - lse), and the gradient of a score is p * (d_o·v - delta); where lse is +inf, p is 0. What is written is NaN
- * before the call; an lse of NaN or -inf for finite q and k is refused. */
+ * before the call; an lse of NaN or +-inf for finite q and k is refused. */
 typedef struct cpattn_kernel_call {
   size_t struct_size;
   const int32_t *cu_seqlens_q;
@@ -848,7 +903,8 @@ int32_t cpattn_rank_lend_workspace(cpattn_rank *rank, void *workspace, size_t by
  * order: positions of keys in the token's document, from 0, each at most once in a list, in any order; -1 for none. heads is 1 for
  * lists that all kv heads share, or kv_heads. All ranks have the same heads and entries, and a backward is given the lists of its
  * forward. A token without keys gets o 0 and lse -inf, or the sinks' values. Rows of k and v that no token lists may hold anything,
- * and get gradients 0. k and v go to the ranks whose tokens may read them by the plan's mask, whatever is listed.
+ * and get gradients 0. In a ring either the rows of k and v that lists name go to the ranks whose tokens list them, or those that the
+ * plan's mask allows: options.key_rows.
  * CPATTN_INVALID: a key outside the document or the mask of its token, named by token, head and entry.
  * CPATTN_UNSUPPORTED: a batch with slices, a reproducible plan, a device, a plan made with circulate_forward or circulate
  * CPATTN_CIRCULATE_QUERIES. Where the plan may choose the side (CPATTN_CIRCULATE_AUTO), k and v circulate. entries may be 0. */

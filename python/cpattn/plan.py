@@ -190,7 +190,7 @@ class Plan:
         """A plan for another kind of layer over the documents of `base`, with the same tokens on each rank, in the same order. Two
         plans that are made separately may give a rank different tokens, often in equal numbers, so that no shape differs.
 
-        Mesh and layout are those of `base`. So are, unless given, dtype, gather, passes, circulate, circulate_forward, wire,
+        Mesh and layout are those of `base`. So are, unless given, dtype, gather, passes, circulate, circulate_forward, key_rows, wire,
         reproducible, pack_inputs and ranks_per_node. Mask, score and dims have the defaults of `Plan`. Without `slices` the plan has
         those of `base`, if there are any; for a causal layer over such a base give `cpattn.slices.documents(cu_seqlens)`.
         """

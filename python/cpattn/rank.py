@@ -24,7 +24,7 @@ from .plan import Plan, scan_of
 from .ring import Link
 from .tensors import Array, Given, all_given, whole_numbers
 from .trace import Event
-from .transport import Callbacks, Kept, Transport
+from .transport import Callbacks, FirstFailure, Transport
 
 T = TypeVar("T")
 
@@ -50,12 +50,12 @@ class Rank:
             needed = "a Transport or a handle is needed; for an Engine, use EngineTransport(engine, timeout)"
             raise refused("transport", transport, needed)
         self._transport = transport if isinstance(transport, Transport) else None
-        self._kept, self._interruptible = Kept(), Interruptible()
+        self._first_failure, self._interruptible = FirstFailure(), Interruptible()
         owner: Callbacks | EngineTransport | None = None
         if isinstance(transport, EngineTransport):
-            owner, self._kept, transport = transport, transport.kept, transport.share()
+            owner, self._first_failure, transport = transport, transport.first_failure, transport.share()
         elif isinstance(transport, Transport):
-            owner = self._kept = Callbacks(transport)
+            owner = self._first_failure = Callbacks(transport)
             transport = owner.create()
         # Without options, a rank has the device of its transport.
         chosen = workers != 1 or isa != Isa.AUTO
@@ -114,7 +114,8 @@ class Rank:
 
         With `key_indices`, int32 [tokens, heads, entries] on the CPU, each of this rank's q tokens attends only to the keys that it lists:
         positions in its document, each at most once, that the mask allows; -1 is none. heads is 1, for lists that all kv heads share, or
-        the kv heads. All ranks give the same heads and entries. Rows that no token lists may hold anything. A ring needs
+        the kv heads. All ranks give the same heads and entries. Rows that no token lists may hold anything. In a ring either the listed
+        rows of k and v move or those that the mask allows: the plan's option `key_rows`. A ring needs
         circulate_forward="keys" (backward: circulate="keys"). Devices, slices, pages and reproducible plans refuse it.
 
         `lse` is a natural logarithm, or with `lse_base="base_2"` one to base 2, which devices refuse."""
@@ -292,7 +293,7 @@ class Rank:
             self._interruptible(job, self._transport.abort) if self._transport else job()
         except errors.Error as error:
             # The library's message names the link; the exception of a Python transport is the cause.
-            failure = self._kept.failure
+            failure = self._first_failure.failure
             if isinstance(error, errors.PeerError) and isinstance(failure, errors.PeerError):
                 error.peer = failure.peer
             raise error from failure
@@ -367,7 +368,7 @@ class Rank:
         if not self._handle:
             raise errors.InvalidHandle(f"cpattn_{name}: this rank is closed: make a new one")
         self._interruptible.check_process()
-        self._kept.call(name, self._handle, *arguments)
+        self._first_failure.call(name, self._handle, *arguments)
 
 
 def _shape(given: Given, name: str) -> tuple[int, ...]:

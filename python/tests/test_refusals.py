@@ -233,6 +233,8 @@ def rows() -> dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str]
         "nccl_group": (cpattn.nccl_group, nccl, {"unique_id": "none", "comm": "none", "may_abort": "truth"}),
         "on_all": (cpattn.on_all, {"ranks": [rank], "job": print}, {}),
         "peer_group": (cpattn.peer_group, {"devices": [0], **deadline}, {}),
+        "plan_groups": (cpattn.plan_groups, {"cu_seqlens": [0, 5], "heads": 3, "head_dim": 4, "sizes": [1], "room": 9, "world": 1, "machine": None, "most_passes": 0, "token_flops": 0, "dtype": "f32"},
+                        {"machine": "none"}),
         "ranks_per_node": (cpattn.ranks_per_node, {"nodes": [0, 0]}, {}),
         "ring.table": (cpattn.ring.table, {"links": [], "slow": 3.0}, {"slow": "float negative huge"}),
         "slices.checked": (s.checked, {"name": "slices", "slices": made}, {"name": " ".join(WRONG)}),  # a name is for the error alone
@@ -258,6 +260,8 @@ def rows() -> dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str]
         "torch.Batch.halo_reads": (batch.halo_reads, {"taps": 2}, {}),
         "torch.Batch.reads": (batch.reads, {"side": "k", **window}, dict.fromkeys(window, "none")),
         "torch.Batch.labels": (batch.labels, {"ids": ids, "ignore": -100}, {"ignore": "negative truth"}),
+        "torch.Batch.top_keys": (batch.top_keys, {"q": q, "k": q[:, 0], "weights": q[:, :, 0], "top": 2, "scale": 1.0, "relu": True, "tile_bytes": 1 << 20, **window}, {
+            **dict.fromkeys(window, "none"), "weights": "none", "scale": "float negative huge", "relu": "truth", "tile_bytes": "huge", "top": "huge"}),
         "torch.Batch.own_heads": (batch.own_heads, {"side": "q", **of}, dict.fromkeys(of, "none")),
         "torch.Batch.scan": (batch.scan, {"decay": q[:1], "state": q[:1], "matrix": False, "form": "auto"}, {"matrix": "truth"}),
         "torch.Batch.shard": (batch.shard, {"whole": ids, "side": "q"}, {}),

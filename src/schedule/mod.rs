@@ -27,6 +27,7 @@ mod emit;
 pub(crate) mod expand;
 pub(crate) mod expanded;
 mod join;
+mod listed_keys;
 mod ops;
 mod purpose;
 pub(crate) mod ring_steps;
@@ -46,6 +47,8 @@ pub(crate) use ops::{ALIGNMENT, BlockView, Op, OpKind, SINK_DIGITS, StepRows, St
 pub use ops::{AttendOp, AttendPart, BackwardOp, Buf, Buffer, BufferView, Lane, MessageView};
 pub use purpose::Purpose;
 pub(crate) use purpose::TensorForm;
+#[cfg(feature = "std")]
+pub(crate) use ring_steps::{Hop, ListedRows};
 pub(crate) use ring_steps::{RangeScratch, RingSteps};
 pub use scan::{Decay, Scan, ScanForm};
 pub use tensor_id::{TensorAxes, TensorId};

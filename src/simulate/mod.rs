@@ -64,8 +64,8 @@ pub struct Simulation {
     pub makespan: f64,
     /// The ranks of the group, in order.
     pub ranks: Vec<RankTime>,
-    /// Whether the machine has rates for the kernels of exactly these dims; otherwise the nearest dims' rates were
-    /// used.
+    /// Whether the machine has rates for the kernels of exactly this type and these dims; otherwise the nearest
+    /// kernels' rates were used ([`Machine::kernel`]).
     pub exact_kernels: bool,
     /// Every operation with its times, as a run would have recorded it, for
     /// [`chrome_trace`](crate::report::trace::chrome_trace) and the timeline.

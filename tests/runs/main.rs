@@ -43,6 +43,7 @@ mod few_tokens;
 mod forked;
 mod huge_scores;
 mod listed;
+mod listed_rows;
 mod lse_base;
 mod max_logit;
 mod new_plan;

@@ -23,6 +23,8 @@ from cpattn.torch.group import Gathered, Halo, Reads, bands_of
 from cpattn.torch.group import Runs
 from .attention import Current
 from .hybrids.deal import Deal
+from .hybrids.states.layers import Form
+from .hybrids.states.segments import Segment
 from .loss_trial import difference
 from .masks import ARGUMENTS, SAMPLE, TYPES, Blocks, Parts, Window, rule
 from .mixers import Mixers
@@ -39,7 +41,8 @@ class Alone:
 
     longest = UNLIMITED
 
-    def __init__(self) -> None:
+    def __init__(self, recurrent: str = "heads") -> None:
+        self._recurrent = recurrent
         # The kinds of layers, and the number of calls of each.
         self.kinds: Counter[tuple[tuple[str, int], ...]] = Counter()
         self.numbers: list[Tensor] = []  # of blocks
@@ -102,6 +105,16 @@ class Alone:
 
     def deal(self, parts: int) -> Deal:
         return Deal(self.cu_seqlens, [torch.arange(self.cu_seqlens[-1])], 0, 1, None)
+
+    @property
+    def segments(self) -> list[Segment]:
+        return [Segment(one, 0, 1, one, True, True) for one in range(self.cu_seqlens[-1])]
+
+    def scan(self, decay: Tensor, state: Tensor, *, matrix: bool = False) -> Tensor:
+        return torch.zeros_like(state)
+
+    def passes(self, kind: str, form: Form, layer: Any) -> bool:
+        return self._recurrent == "states"
 
 
 class Found(NamedTuple):
@@ -171,7 +184,7 @@ def probe(
     more = {"use_cache": False} if "use_cache" in takes else {}
     training = [module for module in model.modules() if module.training]
     model.eval()
-    forward, calls = Alone(), 0
+    forward, calls = Alone(mixers.recurrent), 0
     tables = Places()  # type: ignore[no-untyped-call, unused-ignore]
 
     def outputs(

@@ -10,6 +10,7 @@ use super::{
     cell::{Cell, What},
     contributions::{Atom, Contributions},
     flaw::{Wrong, flaw},
+    listed_keys::ListedPairs,
     memory::{Memory, Piece},
     packed::RankOps,
     reaches::Reaches,
@@ -50,6 +51,8 @@ pub(super) struct Prover<'a> {
     pub traffic: Vec<RankReport>,
     /// The rows that cross from node to node.
     pub borders: Option<NodeBorders>,
+    /// The pairs of schedules over listed keys, of those that the mask allows; `None` for all.
+    pub listed: Option<ListedPairs>,
     /// The segments of a scan.
     pub segments: Segments,
 }
@@ -78,6 +81,7 @@ impl<'a> Prover<'a> {
             expansion: Expansion::default(),
             traffic,
             borders: NodeBorders::new(plan),
+            listed: None,
             segments: Segments::default(),
         }
     }

@@ -10,7 +10,7 @@
 //!    (checked in the run of part 3, which moves only matching messages).
 //! 2. *No race* (`one_rank`): two operations of different lanes that are not ordered by happens-before never access the
 //!    same bytes if one of them writes. Buffers are compared by bytes, because several share the same.
-//! 3. *No deadlock* (`meet`): one simulated run of all ranks. Progress of one rank never disables a step of another (an
+//! 3. *No deadlock* (`matching`): one simulated run of all ranks. Progress of one rank never disables a step of another (an
 //!    exchange that may be posted stays so until it is posted, a message with both sides posted stays so until it
 //!    moves), so all runs reach the same end: if one completes, all do, with any timing. And since conflicting accesses
 //!    are ordered by part 2, every run leaves the same content in every buffer.
@@ -22,6 +22,9 @@
 //!    passing it on in its node. But no row crosses to a node twice, or to the node that holds it, and no gradient of a
 //!    row crosses back twice: the bytes that cross are the minimum, whichever ranks of a node hold a head. And no
 //!    gateway carries more of these bytes than 1.1 × the mean, or than the busiest owner must.
+//!
+//! Schedules over listed keys (`listed_keys`) are verified by the same parts: there the allowed pairs are those of a
+//! ring rank's q tokens with its own share and with the keys that it lists.
 //!
 //! The two separate all-to-alls (`AllToAll`), a `Combine` and a `Scan` are verified by the same four parts;
 //! `all_to_all`, `combine` and `scan` specify their inputs and outputs.
@@ -52,7 +55,8 @@ mod execute;
 mod flaw;
 mod geometry;
 mod listed;
-mod meet;
+mod listed_keys;
+mod matching;
 mod memory;
 #[cfg(test)]
 mod mutations;
@@ -114,6 +118,8 @@ struct Proof<'a> {
     ranks: Vec<RankOps<'a>>,
     /// The most threads that check the outputs.
     threads: usize,
+    /// For schedules over listed keys: the k tokens that each ring rank lists.
+    listed: Option<&'a [Vec<u32>]>,
 }
 
 impl Proof<'_> {
@@ -134,7 +140,7 @@ impl Proof<'_> {
     /// Runs all ranks, and checks their outputs.
     fn finish(self) -> Result<Report> {
         let whole_rows = self.takes_whole_rows();
-        let Self { plan, purpose, ranks, threads } = self;
+        let Self { plan, purpose, ranks, threads, listed } = self;
         let memory = |s| memory::Memory::new(s, promise::tables(s, plan, purpose, whole_rows), whole_rows);
         let memories = ranks.iter().map(|rank| memory(rank.frame())).collect();
         let mut prover = execute::Prover::new(plan, ranks, memories, whole_rows);
@@ -149,7 +155,17 @@ impl Proof<'_> {
             // combine to the rank that merges them, those of a scan along documents.
             prover.borders = None;
         }
-        meet::run(&mut prover)?;
+        if let Some(keys) = listed {
+            let of_share = |side, ring| -> listed_keys::TokenIntervals {
+                let ranks = (0..plan.mesh().group()).filter(|&rank| plan.mesh().coordinates(rank).ring == ring);
+                let runs = ranks.flat_map(|rank| promise::token_runs(plan, side, rank));
+                runs.map(|run| (run.token as usize, (run.token + run.tokens) as usize)).collect()
+            };
+            prover.listed = Some(listed_keys::ListedPairs::new(keys, of_share));
+            // They go straight to each reader.
+            prover.borders = None;
+        }
+        matching::run(&mut prover)?;
         if let Some((rank, text)) = prover.borders.as_ref().and_then(borders::NodeBorders::uneven) {
             return Err(prover.err(rank, 0, text));
         }
@@ -205,7 +221,8 @@ impl Plan {
             parallel::each(self.mesh().group(), threads, of_rank).into_iter().collect::<Result<Vec<_>>>()
         };
         let prove = |ranks: Vec<RankOps>, direction, threads| {
-            let proof = Proof { plan: self, purpose: Purpose::Attention(direction), ranks, threads };
+            let purpose = Purpose::Attention(direction);
+            let proof = Proof { plan: self, purpose, ranks, threads, listed: None };
             group_of(proof.frames(), self)?;
             proof.finish()
         };
@@ -230,9 +247,19 @@ impl Plan {
     /// [`Error::Schedule`] with the first flaw found; [`Error::Invalid`] if `schedules` are not those of all ranks of
     /// one group.
     pub fn verify_schedules(&self, schedules: &[Schedule]) -> Result<Report> {
+        self.verify_with(schedules, None)
+    }
+
+    /// As [`Plan::verify_schedules`], over listed keys: those of each ring rank, as tokens of the batch.
+    pub(super) fn verify_listed_schedules(&self, schedules: &[Schedule], keys: &[Vec<u32>]) -> Result<Report> {
+        self.verify_with(schedules, Some(keys))
+    }
+
+    fn verify_with(&self, schedules: &[Schedule], listed: Option<&[Vec<u32>]>) -> Result<Report> {
         let purpose = group_of(schedules.iter(), self)?;
         let ranks = schedules.iter().map(|s| check_rank(s.clone(), None, self, purpose, &mut Expansion::default()));
-        Proof { plan: self, purpose, ranks: ranks.collect::<Result<_>>()?, threads: parallel::processors() }.finish()
+        let (ranks, threads) = (ranks.collect::<Result<_>>()?, parallel::processors());
+        Proof { plan: self, purpose, ranks, threads, listed }.finish()
     }
 
     /// Verifies the schedules of one replica's ranks for a purpose: a direction, an all-to-all, a combine or a

@@ -76,7 +76,7 @@ fn proof<'a>(s: &'a Subject, listed: &'a Changed) -> Result<Proof<'a>> {
     let (plan, purpose, e) = (&s.plan, s.purpose, &mut Expansion::default());
     let each = s.schedules.iter().zip(&listed.0);
     let ranks = each.map(|(x, written)| check_rank(x.clone(), Some(written), plan, purpose, e));
-    Ok(Proof { plan, purpose, ranks: ranks.collect::<Result<_>>()?, threads: 1 })
+    Ok(Proof { plan, purpose, ranks: ranks.collect::<Result<_>>()?, threads: 1, listed: None })
 }
 
 fn subjects() -> Vec<Subject> {
