@@ -196,12 +196,12 @@ class Scan(unittest.TestCase):
         for kernels in ("cpattn", "torch"):
             for world in (2, 4) if LONG else (3,) if kernels == "torch" else (4,):
                 with self.subTest(kernels=kernels, world=world):
-                    run(drawn, world, kernels, 40 if LONG else 8)
+                    run(drawn, world, kernels, 40 if LONG else 8, seconds=400)
 
     def test_in_programs(self) -> None:
         for kernels in ("cpattn", "torch"):
             with self.subTest(kernels=kernels):
-                run(in_programs, 2, kernels)
+                run(in_programs, 2, kernels, seconds=400)
 
     def test_refusals(self) -> None:
         words = [

@@ -10,7 +10,7 @@ use super::{Block, RawTensor};
 /// `matrix` their dim is a multiple of the decay's dim, and number `i` of the decay scales the `i`th of equal parts.
 /// With `matrix` a decay is square, rows together, and theirs are matrices with as many rows.
 #[derive(Clone, Copy, Debug)]
-pub struct Compose<'a> {
+pub(crate) struct Compose<'a> {
     /// The blocks.
     pub blocks: &'a [Block],
     /// The sources of all blocks.

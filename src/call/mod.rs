@@ -16,11 +16,13 @@
 
 use crate::element::Dtype;
 
+#[cfg(feature = "std")]
 mod compose;
 mod dropout;
 mod range;
 
-pub use compose::Compose;
+#[cfg(feature = "std")]
+pub(crate) use compose::Compose;
 pub(crate) use dropout::check_probability;
 pub use dropout::{Dropout, DropoutMask};
 #[cfg(feature = "std")]

@@ -10,6 +10,7 @@
 mod choices;
 mod costs;
 mod figures;
+mod states;
 
 use alloc::{
     format,
@@ -19,6 +20,7 @@ use alloc::{
 use core::fmt::Write;
 
 use figures::{TextTable, grouped, spread};
+pub use states::ScanCosts;
 
 use super::Costs;
 use crate::plan::{AttentionKind, Plan};

@@ -15,3 +15,4 @@ pub mod timeline;
 pub mod trace;
 
 pub use costs::{Costs, PeakBuffers, StepCost};
+pub use explain::ScanCosts;

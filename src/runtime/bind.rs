@@ -306,7 +306,9 @@ impl ExpectedTensors {
                 "every rank gives its part of all q tokens of the plan; lse is [heads, tokens] in C and Python"
             }
             Purpose::Combine(_) => "a rank gets what the plan's combined share says: all rows, or some heads or tokens",
-            Purpose::Scan(_) => "a scan has a row for each of the rank's segments: LocalTokens::segments lists them",
+            Purpose::Scan(_) => {
+                "a scan has a row for each of the rank's segments: as many tokens as follow one another in one document"
+            }
             Purpose::AllToAll(_) if tensor == TensorId::OwnHeads => {
                 "between the all-to-alls a rank has all tokens of its ring share: the sum of those of its Ulysses ranks"
             }

@@ -145,7 +145,7 @@ impl Scan {
     }
 }
 
-/// The link that a choice of form assumes: that of a node of `machines/h100.txt`, rounded. Any is exact; this decides
+/// The link that a choice of form assumes: that of a node of `machines/h100_8x400g.machine`, rounded. Any is exact; this decides
 /// only how many small exchanges a large one is worth.
 const LATENCY_NS: u128 = 10_000;
 const BYTES_PER_NS: u128 = 100;

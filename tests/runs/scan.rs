@@ -8,7 +8,7 @@ use cpattn::{
     Accumulator, Batch, Dtype, Layout, Mesh, Plan, Problem, Rank, Side, View, ViewMut,
     plan::TokenSegment,
     runtime::ScanTensors,
-    schedule::{Decay, Scan, ScanForm},
+    schedule::{Decay, ExpandedOp, Scan, ScanForm, Schedule},
     transport::local,
 };
 use fastrand::Rng;
@@ -186,4 +186,102 @@ fn states_of_f32_are_those_of_a_loop() {
 #[test]
 fn states_of_f64_are_those_of_a_loop() {
     right::<f64>(Dtype::F64, 300, 1e-14);
+}
+
+fn of_ranks(ranks: usize, lengths: &[usize], layout: Layout) -> Plan {
+    let problem = Problem::new(Batch::from_lengths(lengths).unwrap(), 2, 2, 8, Dtype::Bf16);
+    Plan::new(&problem, Mesh::ring(ranks).unwrap(), layout).unwrap()
+}
+
+/// The most messages and exchanges that a rank sends or receives.
+fn messages(plan: &Plan, scan: Scan) -> (usize, usize) {
+    let (mut most, mut exchanges) = (0, 0);
+    for rank in 0..plan.mesh().world() {
+        let s = Schedule::scan(plan, rank, scan).unwrap();
+        let lists = (0..s.operations().len()).map(|op| s.expand(op)).filter_map(|op| match op {
+            ExpandedOp::Exchange { messages, .. } => Some(messages),
+            _ => None,
+        });
+        let (mut moved, mut count) = ([0; 2], 0);
+        for list in lists {
+            count += 1;
+            list.iter().for_each(|m| moved[usize::from(m.send)] += 1);
+        }
+        most = most.max(moved[0]).max(moved[1]);
+        exchanges = exchanges.max(count);
+    }
+    (most, exchanges)
+}
+
+/// One document over R ranks: a chain passes each state once, a tree has log₂ R exchanges.
+#[test]
+fn forms_send_what_they_say() {
+    for ranks in [2usize, 4, 8, 13, 64] {
+        let plan = of_ranks(ranks, &[ranks * 10], Layout::Contiguous);
+        let with = |form| Scan { form, ..Scan::new(Decay::Diagonal, 2, 2, 2) };
+        let steps = ranks.next_power_of_two().ilog2() as usize;
+        // Received and passed on: a message and an exchange each.
+        assert_eq!(messages(&plan, with(ScanForm::Chain)), (1, 2.min(ranks - 1)), "{ranks}");
+        let (most, exchanges) = messages(&plan, with(ScanForm::Tree));
+        assert!(exchanges == steps && (steps..=2 * steps).contains(&most), "{ranks}: {most} in {exchanges}");
+        assert_eq!(messages(&plan, with(ScanForm::Direct)), (2 * ranks - 3, 1), "{ranks}");
+        assert!(messages(&plan, with(ScanForm::Auto)).0 <= 2 * ranks - 3, "{ranks}");
+    }
+}
+
+/// Documents that lie on one rank send nothing, and a rank without tokens takes no part.
+#[test]
+fn whole_documents_send_nothing() {
+    let plan = of_ranks(4, &[1, 1, 1], Layout::Contiguous);
+    assert_eq!(messages(&plan, Scan::new(Decay::Matrix, 1, 2, 3)), (0, 0));
+    let empty = Schedule::scan(&plan, 0, Scan::new(Decay::Matrix, 1, 2, 3)).unwrap();
+    assert_eq!((empty.operations().len(), empty.workspace_bytes()), (0, 0));
+}
+
+/// The bits of each form are those of another run, whatever else the machine does.
+#[test]
+fn runs_repeat_bit_for_bit() {
+    each_seed(20, |draw| {
+        let plan = any_plan(draw);
+        for form in FORMS {
+            let scan = Scan { form, ..any_scan(draw, Dtype::F32) };
+            let drawn = draw_values(draw, &plan, scan);
+            let [one, two] = [0, 1].map(|_| run::<f32>(&plan, &drawn));
+            let bits = |x: &Vec<Vec<f32>>| x.iter().flatten().map(|x| x.to_bits()).collect::<Vec<_>>();
+            assert_eq!(bits(&one), bits(&two), "{scan:?} over {plan:?}");
+        }
+    });
+}
+
+#[test]
+fn what_is_no_scan_is_refused() {
+    let plan = &of_ranks(2, &[10], Layout::Contiguous);
+    let good = Scan::new(Decay::Diagonal, 2, 3, 4);
+    let scheduled = |scan: Scan| Schedule::scan(plan, 0, scan).map(drop);
+    refused(scheduled(Scan { heads: 0, ..good }), &["scan.heads is 0, expected at least 1"]);
+    refused(scheduled(Scan { key_dim: 0, ..good }), &["scan.key_dim is 0"]);
+    refused(scheduled(Scan { value_dim: 0, ..good }), &["scan.value_dim is 0"]);
+    refused(scheduled(Scan { dtype: Dtype::Bf16, ..good }), &["scan.dtype is bf16, expected f32 or f64", "convert"]);
+    refused(scheduled(Scan { key_dim: 1 << 16, value_dim: 1 << 16, ..good }), &["with 2 heads"]);
+    refused(Schedule::scan(plan, 2, good).map(drop), &["rank is 2, expected below the world of 2"]);
+    let striped = of_ranks(2, &[200_000], Layout::Striped { stripe: 1 });
+    refused(
+        Schedule::scan(&striped, 0, good).map(drop),
+        &["a scan over layout striped", "at most 65536", "contiguous"],
+    );
+    // Tensors of the wrong shape and type, on one rank alone: nothing has moved.
+    let alone = &of_ranks(1, &[10], Layout::Contiguous);
+    let mut rank = Rank::new(local::group(1, Duration::from_secs(10)).unwrap().pop().unwrap());
+    let (decay, state, mut initial) = ([1.0f32; 6], [1.0f32; 48], [0.0f32; 24]);
+    let mut call = |rows: usize, dim: usize| {
+        let tensors = ScanTensors::new(
+            View::new(&decay, 1, 2, 3).unwrap(),
+            View::new(&state[..rows * 2 * dim], rows, 2, dim).unwrap(),
+            ViewMut::new(&mut initial, 1, 2, 12).unwrap(),
+        );
+        rank.scan(alone, good, tensors)
+    };
+    refused(call(2, 12), &["state", "2", "expected 1", "a row for each of the rank's segments"]);
+    refused(call(1, 4), &["state.dim is 4, expected 12"]);
+    call(1, 12).unwrap();
 }
