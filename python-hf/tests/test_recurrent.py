@@ -342,7 +342,9 @@ class Recurrent(unittest.TestCase):
             ends = [0, *accumulate(lengths)]
             tokens = torch.arange(ends[-1])
             shares = (
-                tokens.tensor_split(world) if layout == "contiguous" else [tokens[one::world] for one in range(world)]
+                tokens.tensor_split(world)
+                if layout == "contiguous"
+                else [tokens[one::world].contiguous() for one in range(world)]
             )
             every = [segments_of(one, ends) for one in shares]
             wide, chunk = 128, 64
