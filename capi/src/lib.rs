@@ -9,8 +9,8 @@
 //! - `status`: the one boundary that no panic crosses, statuses, the thread's last error;
 //! - `handle`: opaque handles, and how destroyed ones are detected;
 //! - `input`: structs with a size, arrays, flags, results; `dlpack`: tensors;
-//! - `problem`, `plan`, `shard`, `transport` (with `table`, `engine`, `engine_table`, `mpi`, `nccl`), `rank`, `run`,
-//!   `shift`, `trace`, `picture`: the calls of the header, in its order;
+//! - `problem`, `plan`, `groups`, `shard`, `transport` (with `table`, `engine`, `engine_table`, `mpi`, `nccl`), `rank`,
+//!   `run`, `shift`, `trace`, `picture`: the calls of the header, in its order;
 //! - `kernel_table`: a kernel of the caller's for a rank's attention;
 //! - `scratch`, `ranges`, `attend`, `blocks`: single kernel calls;
 //! - `schedule` (with `schedule_list`): a rank's operations, for programs that execute them.
@@ -37,6 +37,7 @@ mod dlpack;
 mod dropout;
 mod engine;
 mod engine_table;
+mod groups;
 mod handle;
 mod kernel_table;
 mod mpi;
@@ -48,6 +49,7 @@ mod ranges;
 mod rank;
 mod ring;
 mod run;
+mod scan;
 mod schedule;
 mod schedule_list;
 mod scratch;
@@ -63,6 +65,7 @@ pub use combine::cpattn_combine_args;
 pub use dlpack::{cpattn_dl_device, cpattn_dl_dtype, cpattn_tensor};
 pub use engine::*;
 pub use engine_table::*;
+pub use groups::*;
 pub use kernel_table::*;
 pub use mpi::*;
 pub use nccl::*;
@@ -73,6 +76,7 @@ pub use ranges::*;
 pub use rank::*;
 pub use ring::*;
 pub use run::*;
+pub use scan::{cpattn_scan, cpattn_segment};
 pub use schedule::*;
 pub use scratch::*;
 pub use shard::{cpattn_plan_positions, cpattn_plan_shard, cpattn_plan_shift, cpattn_plan_tokens, cpattn_plan_unshard};

@@ -7,7 +7,7 @@ other library with DLPack. A `Transport` is your own communicator. `cpattn.torch
 
 from . import _header, schedule, slices
 from ._header import UNLIMITED
-from ._library import library_version
+from ._library import library_features, library_version
 from .dropout import dropout_mask
 from .engine import Engine, EngineTransport
 from .errors import (
@@ -24,6 +24,7 @@ from .errors import (
     Unsupported,
     WrongCall,
 )
+from .groups import plan_groups
 from .options import (
     AllToAll,
     Circulate,
@@ -36,6 +37,7 @@ from .options import (
     Layout,
     LseBase,
     PlanOptions,
+    ScanForm,
     Side,
     Wire,
     ranks_per_node,
@@ -85,6 +87,7 @@ __all__ = [
     "Plan",
     "PlanOptions",
     "Rank",
+    "ScanForm",
     "ScheduleError",
     "Side",
     "Slice",
@@ -97,12 +100,14 @@ __all__ = [
     "chrome_trace",
     "clock",
     "dropout_mask",
+    "library_features",
     "library_version",
     "local_group",
     "nccl_group",
     "nccl_unique_id",
     "on_all",
     "peer_group",
+    "plan_groups",
     "ranks_per_node",
     "schedule",
     "slices",

@@ -103,6 +103,13 @@ class CombineTo(enum.IntEnum):
     ALL, HEADS, TOKENS = range(3)
 
 
+class ScanForm(enum.IntEnum):
+    """How states travel along a document: from segment to segment; in log2(segments) exchanges of states and decays; all at once. AUTO is
+    what is predicted to take the least time."""
+
+    AUTO, CHAIN, TREE, DIRECT = range(4)
+
+
 class PlanOptions(TypedDict, total=False):
     """Options of a plan, with their defaults in parentheses. None, where it is allowed, is the default. Members of an enum may be
     given by their names, as strings.

@@ -199,7 +199,7 @@ impl Choice {
     }
 
     /// As [`Choice::new`], of the meshes with `layout` if one is given.
-    pub(super) fn among(
+    pub(crate) fn among(
         problem: &Problem,
         world: usize,
         balance: u32,

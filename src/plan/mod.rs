@@ -30,6 +30,7 @@ pub(crate) mod local_tokens;
 mod nodes;
 pub(crate) mod options;
 pub(crate) mod problem;
+mod segments;
 
 mod sides;
 mod together;
@@ -53,6 +54,7 @@ pub(crate) use options::Options;
 pub use options::{Circulate, Gather, KeyRows, Wire};
 pub use problem::AttentionKind;
 pub(crate) use problem::Problem;
+pub use segments::TokenSegment;
 use together::form_of;
 pub(crate) use together::{GATHERED, MANY_DOCUMENTS, MIN_KEYS_PER_STEP};
 

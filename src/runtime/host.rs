@@ -10,10 +10,11 @@ use super::{
     prepared::Prepared,
 };
 use crate::{
-    call::{Attend, AttendBackward, Delta, Merge, MergeAll, RawTensor, SinkGradient, Transform},
+    call::{Attend, AttendBackward, Compose, Delta, Merge, MergeAll, RawTensor, SinkGradient, Transform},
     element::Dtype,
     error::Result,
     kernel::{
+        compose,
         cpu::{
             self,
             listed::{self, KeyLists, ListScratch},
@@ -214,6 +215,12 @@ impl Operations for HostOperations<'_> {
         // SAFETY: the tensors are valid host memory that nothing else uses during the call: the promise of
         // `Operations`.
         unsafe { merge_all::merge_all(args) }
+    }
+
+    unsafe fn compose(&mut self, args: &Compose<'_>) -> Result<()> {
+        // SAFETY: the tensors are valid host memory that nothing else uses during the call: the promise of
+        // `Operations`.
+        unsafe { compose::compose(args) }
     }
 
     unsafe fn delta(&mut self, args: &Delta) -> Result<()> {

@@ -28,7 +28,8 @@ use crate::{
     device::Device,
     error::Result,
     kernel::{
-        cpu, no_sm_margin, no_stream,
+        cpu::{self, has_kernels},
+        no_sm_margin, no_stream,
         varlen::{KernelCalls, VarlenKernel},
     },
     plan::Plan,
@@ -100,6 +101,9 @@ impl HostRank {
     /// # Errors
     /// Those of planning; an instruction set that the CPU lacks, so that no run begins with it.
     fn find_or_prepare(&mut self, plan: &Plan, run: Purpose) -> Result<usize> {
+        if let Purpose::Attention(_) = run {
+            has_kernels()?;
+        }
         self.scratch.isa()?;
         if let Some(i) = self.prepared.reuse(plan, run, false) {
             return Ok(i);
@@ -234,6 +238,13 @@ impl Backend for HostRank {
     unsafe fn run(&mut self, plan: &Plan, run: Purpose, tensors: &Bindings) -> Result<()> {
         no_stream(tensors.stream)?;
         self.lanes.check_process()?;
+        if let (Some(kernel), Purpose::Attention(_)) = (&self.kernel, run)
+            && plan.fits_world(self.transport.world()).is_ok()
+        {
+            self.failure.check(&*self.transport)?;
+            let ranks = plan.mesh().group_of(self.transport.rank());
+            self.agreements.on_kernel(kernel, ranks, (plan, run), &*self.transport, &self.failure)?;
+        }
         let own_kernel = self.kernel.is_some().then_some(RunTrait::OwnKernel);
         let [keys, base, max_logit] = tensors.traits();
         refuse_clashes(plan, run, &[keys, base, max_logit, own_kernel])?;

@@ -8,9 +8,8 @@
 //! communication lane is a thread of the rank; on a device both lanes are streams.
 //!
 //! - `rank`: the rank; `tensors`: its typed calls, of the views that `operands` lists; `keys`: the keys of such a call;
-//!   `lse_base` and `natural_lse`: the base of its lse;
-//!   `combine` and `all_to_all`: these runs as calls; `rank_workspace`: its memory as a caller sees it; `handle`: the
-//!   calls that other threads may make;
+//!   `lse_base` and `natural_lse`: the base of its lse; `combine`, `scan` and `all_to_all`: these runs as calls;
+//!   `rank_workspace`: its memory as a caller sees it; `handle`: the calls that other threads may make;
 //! - `bind`: checks the caller's tensors; `found_rows` and `key_lists`: the tables of pages and the lists of keys;
 //!   `listed_rows`: runs that move only the rows that lists name;
 //!   `prepared`: a plan as a rank keeps it; `run`: how a run of each purpose is named and compared;
@@ -54,6 +53,7 @@ pub(crate) mod rank;
 mod rank_workspace;
 mod ring;
 mod run;
+mod scan;
 mod shift;
 mod tags;
 pub(crate) mod tensors;
@@ -69,5 +69,6 @@ pub use listed_rows::KeyRowBytes;
 pub use lse_base::LseBase;
 pub use operands::{InputTensor, OutputTensor};
 pub use rank_workspace::RankWorkspace;
+pub use scan::ScanTensors;
 pub use shift::{ShiftedRows, SliceRows};
 pub use trace::RankTrace;

@@ -59,7 +59,7 @@ pub(super) struct Prepared {
 
 impl Prepared {
     pub(super) fn new(plan: &Plan, rank: usize, run: Purpose) -> Result<Self> {
-        Self::of_schedule(plan, run, run.schedule(plan, rank)?)
+        Self::of_schedule(plan, run, Schedule::of(plan, rank, run)?)
     }
 
     /// The same of a schedule that was made elsewhere.

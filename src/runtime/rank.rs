@@ -223,8 +223,8 @@ impl Rank {
         RankWorkspace::new(&mut *self.backend)
     }
 
-    /// Allocates, loads and uploads everything that a run of `plan` needs, for a direction of attention, or an
-    /// all-to-all ([`AllToAll::both`](crate::schedule::AllToAll::both)) or a combine: the schedule, the workspace, the
+    /// Allocates, loads and uploads everything that a run of `plan` needs, for a direction of attention, an all-to-all
+    /// ([`AllToAll::both`](crate::schedule::AllToAll::both)), a combine or a scan: the schedule, the workspace, the
     /// kernels' tiles and the communication lane's thread; on a device kernels, scheduler metadata and events. Required
     /// before a run that is captured into a CUDA graph, otherwise optional: the first run of a plan does it.
     ///

@@ -38,6 +38,7 @@ from .gloo import Collectives, GlooTransport, Members
 from .heads import Heads
 from .kernels import Kernel, find
 from .lists import lists_of, of_blocks
+from .scan import Scanning
 from .top_keys import Choosing
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ class Context(PackedContext, Combining):
     considers all of them. It excludes ulysses, ring and layout.
 
     `kernels` says what computes. "cpattn", the default on the CPU: the kernels of this library, on the CPU and on CUDA. "torch", the
-    default on any other device, "math", another name of `cpattn.torch.kernels`, or a `Kernel` of your own: then this library only
+    default on any other device and of a library that is the planner alone, "math", another name of `cpattn.torch.kernels`, or a `Kernel` of your own: then this library only
     plans. Attention is that kernel's, everything else is operators of PyTorch, and messages are point-to-point batches over the
     group's own backend, on any device that PyTorch has. What a kernel does not honour is refused by name.
 
@@ -288,7 +289,7 @@ class Context(PackedContext, Combining):
         (self.transport.release if self._host is None else self._host.close)()
 
 
-class Batch(Heads, Choosing, Packed):
+class Batch(Heads, Choosing, Scanning, Packed):
     """Packed documents, sharded over the ranks of a context.
 
     `tokens` (int64) are the indices in the batch of this rank's tokens, in its order; `positions` (int64) are their
