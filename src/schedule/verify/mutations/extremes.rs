@@ -87,7 +87,7 @@ fn views(kind: &mut OpKind) -> Vec<&mut BufferView> {
         OpKind::Delta { delta } => vec![delta],
         OpKind::SinkGradient { delta, partial } => vec![delta, partial],
         OpKind::SinkTotal { digits } => vec![digits],
-        OpKind::Transform { .. } | OpKind::Exchange { .. } => vec![],
+        OpKind::Transform { .. } | OpKind::Compose { .. } | OpKind::Exchange { .. } => vec![],
         OpKind::Combine { o, lse, .. } => vec![&mut o.dst, &mut lse.dst],
         OpKind::Fetch { rows, packed } => {
             rows.tensors.iter_mut().flat_map(|t| [&mut t.own, &mut t.slot]).chain(packed).collect()

@@ -37,7 +37,10 @@ fn joins_changed() {
                 change("later for earlier", &|x| x[b].sources.swap(1, 2));
                 change("nothing added", &|x| _ = x[b].sources.pop());
             }
-            change("a decay added", &|x| x[b].sources.push(x[b].sources[0]));
+            change("a decay added", &|x| {
+                let first = x[b].sources[0];
+                x[b].sources.push(first);
+            });
             for n in 0..sum.sources.len() {
                 change("of the row behind", &|x| x[b].sources[n].row += 1);
                 if sum.sources[n].row > 0 {

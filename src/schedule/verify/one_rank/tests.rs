@@ -113,7 +113,7 @@ fn slices(kind: &mut OpKind, mut each: impl FnMut(usize, &mut BufferView)) {
         OpKind::Delta { delta } => vec![delta],
         OpKind::SinkGradient { delta, partial } => vec![delta, partial],
         OpKind::SinkTotal { digits } => vec![digits],
-        OpKind::Transform { .. } | OpKind::Exchange { .. } => Vec::new(),
+        OpKind::Transform { .. } | OpKind::Compose { .. } | OpKind::Exchange { .. } => Vec::new(),
         OpKind::Combine { o, lse, .. } => vec![&mut o.dst, &mut lse.dst],
         OpKind::Pack(rows) | OpKind::Return(rows) | OpKind::Reduce(rows) | OpKind::Merge(rows) => {
             rows.tensors.iter_mut().flat_map(|c| [&mut c.own, &mut c.slot]).collect()
