@@ -118,6 +118,13 @@ def count(pack: dict[str, torch.Tensor], masked: bool = False) -> int:
     return sum(int((labels[0, 0 if masked else 1 :] != -100).sum()) for _, labels in documents(pack))
 
 
+def of_next(pack: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The pack for a model that does not shift its labels: those of the next tokens, as `shift_labels`."""
+    end = torch.full((1, 1), -100)
+    labels = torch.cat([torch.cat([of[:, 1:], end], dim=1) for _, of in documents(pack)], dim=1)
+    return {**{name: value for name, value in pack.items() if name != "labels"}, "shift_labels": labels}
+
+
 def alone(name: str, pack: dict[str, torch.Tensor], **more: Any) -> tuple[float, torch.Tensor]:
     """Loss and gradients of one process."""
     model = build(name, **more)

@@ -129,7 +129,8 @@ def _wrong(
     if checkpointed:
         models.checkpointing(model, False)
     cp = ContextParallel(model, gradients="sum", timeout=60, **options)
-    loss = model(**_batch(lengths)).loss
+    pack = _batch(lengths)
+    loss = model(**(models.of_next(pack) if MODELS[name] is DECODER else pack)).loss
     loss.backward()
     total = models.gradients(model)
     dist.all_reduce(total)

@@ -60,7 +60,7 @@ class _Blocks:
         self._places = places.to(next(layer.parameters()).device)[None]
 
     @torch.no_grad()
-    def __call__(self, hidden: Tensor, embeddings: tuple[Tensor, Tensor], cache: Any, position_ids: Tensor) -> None:
+    def __call__(self, hidden: Tensor, embeddings: tuple[Tensor, Tensor], cache: Any, position_ids: Tensor) -> Any:
         taken = _Taken()
         try:
             self._own(hidden, embeddings, _Layers(taken), position_ids)
@@ -105,7 +105,7 @@ class _Lists(_Blocks):
         for of_document, k in self._keys.documents():
             # Scores of each head before and after two masks.
             rows = max(1, indexer.TILE // (12 * heads * (k.stop - k.start)))
-            for q in of_document.split(rows):
+            for q in torch.split(of_document, rows):
                 mine, places = (hidden[:, q], tuple(one[:, q] for one in embeddings)), self._places[:, q]
                 chosen = self._own(*mine, _Layers(_Given(every[:, :, k])), places)
                 keys = (chosen[..., None] * size + within).flatten(3)
