@@ -102,6 +102,18 @@ extern "C" {
 /* The same number for the linked library. While major is 0, libraries with another minor version are incompatible. */
 uint32_t cpattn_version(void);
 
+/* What the linked library was built with. Without CPATTN_FEATURE_KERNELS (capi/build --planner) it plans, lists
+ * schedules, carries messages, combines and moves heads; calls and runs of attention are refused with
+ * CPATTN_UNSUPPORTED. */
+#define CPATTN_FEATURE_KERNELS 1
+#define CPATTN_FEATURE_RAYON 2
+#define CPATTN_FEATURE_CUDA 4
+#define CPATTN_FEATURE_NCCL 8
+#define CPATTN_FEATURE_MPI 16
+
+/* A set of CPATTN_FEATURE_.... */
+uint32_t cpattn_features(void);
+
 /* ---- Status ------------------------------------------------------------------------------------------------------ */
 
 #define CPATTN_OK 0
@@ -318,6 +330,12 @@ typedef struct cpattn_problem {
  * numbers; each replica works on its own batch. If ulysses and ring are both 0, both are chosen automatically; if one of
  * them is 0, it becomes world divided by the other.
  */
+/* Which rows of k and v move in runs over listed keys (CPATTN_KEYS_LISTED). */
+#define CPATTN_KEY_ROWS_AUTO 0    /* those of the two that are fewer bytes over all ranks, counted in each run; ALLOWED on a rank \
+                                     with a lent workspace, or whose k and v are not compact */
+#define CPATTN_KEY_ROWS_LISTED 1  /* those that lists name, each once to each ring rank whose tokens list it */
+#define CPATTN_KEY_ROWS_ALLOWED 2 /* those that the mask allows, as without lists */
+
 typedef struct cpattn_options {
   size_t struct_size;
   uint32_t world;            /* ranks of the transport */
@@ -334,11 +352,11 @@ typedef struct cpattn_options {
   uint32_t ranks_per_node;   /* ranks that share a node: rank r is in node r / ranks_per_node, and a row crosses from one node
                                 to another once; 0, or as many as all ranks or more: all links are alike. See cpattn_ranks_per_node */
   int32_t circulate_forward; /* CPATTN_CIRCULATE_... */
-  int32_t reserved;          /* 0 */
+  int32_t key_rows;          /* CPATTN_KEY_ROWS_... */
 } cpattn_options;
 
 #define CPATTN_OPTIONS_INIT \
-  { sizeof(cpattn_options), 1, 0, 0, CPATTN_LAYOUT_AUTO, 0, 1, CPATTN_CIRCULATE_AUTO, CPATTN_WIRE_FULL, CPATTN_GATHER_AUTO, 0, 0, 0, CPATTN_CIRCULATE_AUTO, 0 }
+  { sizeof(cpattn_options), 1, 0, 0, CPATTN_LAYOUT_AUTO, 0, 1, CPATTN_CIRCULATE_AUTO, CPATTN_WIRE_FULL, CPATTN_GATHER_AUTO, 0, 0, 0, CPATTN_CIRCULATE_AUTO, CPATTN_KEY_ROWS_AUTO }
 
 /* ---- Plan -------------------------------------------------------------------------------------------------------- */
 
@@ -474,6 +492,7 @@ int32_t cpattn_plan_verify(const cpattn_plan *plan);
 #define CPATTN_TO_HEADS 2
 #define CPATTN_TO_TOKENS 3
 #define CPATTN_COMBINE 4
+#define CPATTN_SCAN 5
 
 /* Bytes of workspace that a run takes on a rank, the same on the CPU and on devices; see cpattn_rank_lend_workspace.
  * direction: CPATTN_FORWARD or CPATTN_BACKWARD. */
@@ -741,7 +760,7 @@ typedef struct cpattn_rank cpattn_rank;
  * the accumulator's type (f32; f64 for CPATTN_F64); lse and delta [heads, rows] in the accumulator's type. The natural lse of a
  * row has all of the row's keys in the call. A backward gets lse and delta of whole rows, of which the call may have a part of
  * the keys: p = exp(s - lse), and the gradient of a score is p * (d_o·v - delta); where lse is +inf, p is 0. What is written is NaN
- * before the call; an lse of NaN or -inf for finite q and k is refused. */
+ * before the call; an lse of NaN or +-inf for finite q and k is refused. */
 typedef struct cpattn_kernel_call {
   size_t struct_size;
   const int32_t *cu_seqlens_q;
@@ -884,7 +903,8 @@ int32_t cpattn_rank_lend_workspace(cpattn_rank *rank, void *workspace, size_t by
  * order: positions of keys in the token's document, from 0, each at most once in a list, in any order; -1 for none. heads is 1 for
  * lists that all kv heads share, or kv_heads. All ranks have the same heads and entries, and a backward is given the lists of its
  * forward. A token without keys gets o 0 and lse -inf, or the sinks' values. Rows of k and v that no token lists may hold anything,
- * and get gradients 0. k and v go to the ranks whose tokens may read them by the plan's mask, whatever is listed.
+ * and get gradients 0. In a ring either the rows of k and v that lists name go to the ranks whose tokens list them, or those that the
+ * plan's mask allows: options.key_rows.
  * CPATTN_INVALID: a key outside the document or the mask of its token, named by token, head and entry.
  * CPATTN_UNSUPPORTED: a batch with slices, a reproducible plan, a device, a plan made with circulate_forward or circulate
  * CPATTN_CIRCULATE_QUERIES. Where the plan may choose the side (CPATTN_CIRCULATE_AUTO), k and v circulate. entries may be 0. */
@@ -1069,6 +1089,65 @@ typedef struct cpattn_combine_args {
 int32_t cpattn_rank_combine(cpattn_rank *rank, const cpattn_plan *plan, int32_t to, const cpattn_combine_args *args);
 int32_t cpattn_plan_verify_combine(const cpattn_plan *plan, int32_t to, int32_t partial);
 int32_t cpattn_plan_combine_workspace(const cpattn_plan *plan, uint32_t rank, int32_t to, int32_t partial, uint64_t *bytes);
+
+/*
+ * States of recurrent layers (gated delta net, Mamba, linear attention with decay) passed on along documents. A rank runs its layer
+ * over each of its segments from a zero state, and has for each a decay and an end state. A segment is as many of the rank's q
+ * tokens, in its order, as follow one another in one document. Along a document, in the order of positions:
+ *   initial_state[first] = 0, initial_state[next] = decay[i] * initial_state[i] + state[i].
+ * All ranks of the group make the same calls, as for runs, whatever the mesh; of the plan only documents, mesh and layout
+ * matter. On the CPU alone.
+ *
+ * Given, of each own segment and compact: decay [segments, heads, key_dim], each number for value_dim numbers of the state, or with
+ * CPATTN_DECAY_MATRIX [segments, heads, key_dim * key_dim], rows together, multiplied by the state; and state
+ * [segments, heads, key_dim * value_dim]. Written: initial_state, of state's shape. A rank without segments gives tensors of 0 rows.
+ * The decay of a document's first segment is not read, nor are decay and state of its last.
+ *
+ * With reverse 1 it goes from the last segment of a document to the first: with d = the gradient of initial_state as state, and with
+ * transposed matrices, result[i] is the gradient of state[i], and that of decay[i] is result[i] times the transpose of
+ * initial_state[i].
+ *
+ * form: how states travel along a document of S segments. CHAIN: S - 1 exchanges, each of a state. TREE: log2(S) exchanges, each of
+ * a state and a decay. DIRECT: one exchange, all earlier states and decays to each rank. AUTO: what is predicted to take the least
+ * time, for each document. Every form gives the same bits in every run; two forms round differently. */
+#define CPATTN_DECAY_DIAGONAL 0
+#define CPATTN_DECAY_MATRIX 1
+#define CPATTN_SCAN_AUTO 0
+#define CPATTN_SCAN_CHAIN 1
+#define CPATTN_SCAN_TREE 2
+#define CPATTN_SCAN_DIRECT 3
+typedef struct cpattn_scan {
+  size_t struct_size;
+  int32_t decay; /* CPATTN_DECAY_... */
+  uint32_t heads;
+  uint32_t key_dim;
+  uint32_t value_dim;
+  int32_t dtype;   /* of all three tensors: CPATTN_F32 or CPATTN_F64 */
+  int32_t reverse; /* 0 or 1 */
+  int32_t form;    /* CPATTN_SCAN_... */
+  int32_t reserved; /* 0 */
+} cpattn_scan;
+
+#define CPATTN_SCAN_INIT \
+  { sizeof(cpattn_scan), CPATTN_DECAY_DIAGONAL, 0, 0, 0, CPATTN_F32, 0, CPATTN_SCAN_AUTO, 0 }
+
+typedef struct cpattn_segment {
+  uint64_t row;      /* first of the rank's q tokens, in its order */
+  uint64_t token;    /* first token of the batch */
+  uint64_t tokens;
+  uint64_t document;
+  int64_t position;  /* of the first token in its document */
+} cpattn_segment;
+
+/* The segments of a rank, in their order: writes at most `capacity`, and to *count how many there are. segments may be NULL if
+ * capacity is 0. */
+int32_t cpattn_plan_segments(const cpattn_plan *plan, uint32_t rank, cpattn_segment *segments, size_t capacity, size_t *count);
+
+int32_t cpattn_rank_scan(cpattn_rank *rank, const cpattn_plan *plan, const cpattn_scan *scan, const cpattn_tensor *decay,
+    const cpattn_tensor *state, const cpattn_tensor *initial_state);
+/* These do for a scan what cpattn_plan_verify and cpattn_plan_workspace do for attention. */
+int32_t cpattn_plan_verify_scan(const cpattn_plan *plan, const cpattn_scan *scan);
+int32_t cpattn_plan_scan_workspace(const cpattn_plan *plan, uint32_t rank, const cpattn_scan *scan, uint64_t *bytes);
 
 /* Labels where each rank has only its own tokens (compare cpattn_plan_shift): for each of the rank's q tokens, `out` gets the
  * row that is `by` tokens later in the same document, which another rank may hold, or repeats the one element at `fill` if the
@@ -1438,6 +1517,10 @@ int32_t cpattn_schedule_create_all_to_all(const cpattn_plan *plan, uint32_t rank
 int32_t cpattn_schedule_create_combine(const cpattn_plan *plan, uint32_t rank, int32_t to, int32_t partial,
     cpattn_schedule **schedule);
 
+/* The same for a scan (cpattn_rank_scan), on any device; its operations are exchanges, sums, and CPATTN_OP_COMPOSE or
+ * CPATTN_OP_COMPOSE_MATRIX. Its direction is CPATTN_SCAN. */
+int32_t cpattn_schedule_create_scan(const cpattn_plan *plan, uint32_t rank, const cpattn_scan *scan, cpattn_schedule **schedule);
+
 int32_t cpattn_schedule_destroy(cpattn_schedule *schedule);
 
 /* The caller's tensors, as in cpattn_backward_args: those of a rank's own tokens. OWN_... are of an all-to-all. d_lse
@@ -1460,6 +1543,9 @@ int32_t cpattn_schedule_destroy(cpattn_schedule *schedule);
 #define CPATTN_TENSOR_OWN_HEADS 14  /* [tokens of the ring share, own heads, dim], compact */
 #define CPATTN_TENSOR_PARTIAL_O 15   /* of a combine: [all q_tokens, own heads, value_dim] */
 #define CPATTN_TENSOR_PARTIAL_LSE 16 /* of a combine: [all q_tokens, own heads, 1] */
+#define CPATTN_TENSOR_DECAY 17         /* of a scan, as the two below: a row for each of the rank's segments */
+#define CPATTN_TENSOR_STATE 18
+#define CPATTN_TENSOR_INITIAL_STATE 19
 
 /* A buffer. Views name it by its index in cpattn_schedule_info.buffers. */
 typedef struct cpattn_buffer {
@@ -1511,8 +1597,8 @@ typedef struct cpattn_op_message {
 } cpattn_op_message;
 
 /* dst = the sum of sources[sources_begin] to sources[sources_end - 1], element by element, added in this order in f32 (f64 if one
- * of them or dst is f64) and rounded once to the type of dst; one source is a copy or a cast. All have dst's rows and heads. dst may be
- * the first source itself. */
+ * of them or dst is f64) and rounded once to the type of dst; one source is a copy or a cast, and
+ * without any dst is filled with zeros. All have dst's rows and heads. dst may be the first source itself. */
 typedef struct cpattn_sum {
   cpattn_view dst;
   uint32_t sources_begin; /* in cpattn_op.sources */
@@ -1530,6 +1616,11 @@ typedef struct cpattn_sum {
 #define CPATTN_OP_ATTEND 6          /* as cpattn_attend */
 #define CPATTN_OP_ATTEND_BACKWARD 7 /* as cpattn_attend_backward */
 #define CPATTN_OP_COMBINE 8 /* sums, two: o and its lse. Merge all sources, in order, apply the sinks once, write to dst */
+/* sums, none of which touches another's dst: dst = source 0 * source 1, plus source 2 if there is one. Source 0 is a decay. In COMPOSE
+ * number i of it scales the i-th of as many equal parts of a head; in COMPOSE_MATRIX it is a square matrix, rows together, and the others are
+ * matrices with as many rows. */
+#define CPATTN_OP_COMPOSE 9
+#define CPATTN_OP_COMPOSE_MATRIX 10
 
 /*
  * An operation. Lists and views that its kind does not have are empty.

@@ -2,7 +2,7 @@
 """Builds the shared library with `capi/build` and packs it with its header, so that one command installs everything.
 
 The crate is the folder above this one, or the folder `crate` of a source distribution. The environment variable CPATTN_FEATURES has the
-features (default: rayon,cuda,nccl). CUDA and NCCL need no toolkit, and a driver or library only when a device is used.
+features (default: rayon,cuda,nccl); `planner` is a wheel without our kernels, whose version ends with +planner. CUDA and NCCL need no toolkit, and a driver or library only when a device is used.
 CPATTN_TARGET, as in aarch64-unknown-linux-gnu.2.28, is the machine and the oldest glibc to build for (`python/wheels`).
 """
 
@@ -21,6 +21,8 @@ from setuptools.command.sdist import sdist
 HERE = Path(__file__).resolve().parent
 CRATE = HERE / "crate" if (HERE / "crate").exists() else HERE.parent
 TARGET = os.environ.get("CPATTN_TARGET", "")
+FEATURES = [name for name in os.environ.get("CPATTN_FEATURES", "rayon,cuda,nccl").split(",") if name]
+PLANNER = "planner" in FEATURES
 NO_CARGO = (
     "cpattn is built from Rust, and there is no cargo on the PATH: install Rust 1.89 or later (https://rustup.rs), or install "
     "a wheel that was built elsewhere for this platform (pip wheel ./python)"
@@ -44,8 +46,8 @@ class BuildLibrary(Command):
         if not shutil.which("cargo"):
             raise SystemExit(NO_CARGO)
         prefix = CRATE / ("target/capi" if self.editable_mode else "target/python")
-        features = os.environ.get("CPATTN_FEATURES", "rayon,cuda,nccl")
-        chosen = ["--features", features] if features else []
+        features = ",".join(name for name in FEATURES if name != "planner")
+        chosen = ["--planner"] * PLANNER + ["--features", features] * bool(features)
         target = ["--target", TARGET] if TARGET else []
         subprocess.run([CRATE / "capi/build", "--shared", *chosen, *target, prefix], check=True)
         for source, target in zip(("lib/libcpattn.so", "include/cpattn.h"), self.get_outputs()):
@@ -103,6 +105,12 @@ class Source(sdist):
 class Platform(Distribution):
     def has_ext_modules(self):
         return True
+
+    def parse_config_files(self, *arguments, **named):
+        super().parse_config_files(*arguments, **named)
+        # One project, so that what needs cpattn==0.2.0 takes either wheel, and only one of them is installed.
+        if PLANNER and "+" not in self.metadata.version:
+            self.metadata.version += "+planner"
 
 
 # Files of an earlier build would be packed too.

@@ -199,6 +199,8 @@ pub enum RunKind {
     ToTokens,
     /// The merge of partial results of several ranks.
     Combine,
+    /// States passed on along documents.
+    Scan,
 }
 
 impl fmt::Display for RunKind {
@@ -209,6 +211,7 @@ impl fmt::Display for RunKind {
             Self::ToHeads => "all-to-all to heads",
             Self::ToTokens => "all-to-all to tokens",
             Self::Combine => "combine",
+            Self::Scan => "scan",
         })
     }
 }

@@ -205,6 +205,7 @@ impl Shares {
             Layout::Balanced { chunks } => {
                 self.chunks_of(r).for_each(|c| b.run_beside(part(c, ring * chunks as usize), false, others));
             }
+            Layout::Striped { stripe } if ring > 1 => b.stripes_beside(r, ring, stripe as usize, others),
             Layout::Zigzag | Layout::Striped { .. } => self.segments(side, r, out),
         }
     }
@@ -290,45 +291,82 @@ impl SegmentWriter<'_> {
         self.row = row + (e - a) as i64;
     }
 
-    /// Stripes over the pack, cut at documents: a document that begins inside one of the rank's stripes gives a short
-    /// plain run, then one striped run.
+    /// Stripes over the pack, cut at documents.
     fn stripes(&mut self, r: usize, ring: usize, stripe: usize) {
-        if ring == 1 {
-            return self.run(0, self.batch.tokens(self.side), false);
-        }
-        let period = stripe * ring;
-        // The number of the rank's tokens among the pack's first `t` tokens.
-        let owned = |t: usize| t / period * stripe + (t % period).saturating_sub(r * stripe).min(stripe);
-        // The rank's first token after the documents so far: in a large ring most documents have none.
-        let mut next = r * stripe;
         let tokens = self.batch.tokens(self.side);
-        let mut d = 0;
+        if ring == 1 {
+            return self.run(0, tokens, false);
+        }
+        let stripes = Stripes { first: r * stripe, stripe, period: ring * stripe };
+        // The rank's first token after the documents so far: in a large ring most documents have none.
+        let mut next = stripes.next(0);
         while next < tokens {
-            d = self.batch.document_from(self.side, d, next);
-            let doc = self.batch.document(self.side, d);
-            let total = owned(doc.end) - owned(doc.start);
-            let phase = next % period - r * stripe;
-            let mut first = next;
-            if phase > 0 {
-                // The document begins inside one of the rank's stripes.
-                let head = (stripe - phase).min(total);
-                self.push(d, next - doc.start, head, 1, 1, false);
-                first = next - phase + period;
-                if total > head {
-                    self.push(d, first - doc.start, total - head, stripe as u32, period as u32, false);
-                }
-            } else {
-                self.push(d, first - doc.start, total, stripe as u32, period as u32, false);
+            self.doc = self.batch.document_from(self.side, self.doc, next);
+            let end = self.batch.document(self.side, self.doc).end;
+            self.stripes_of_document(&stripes, self.doc, next);
+            next = stripes.next(end);
+        }
+    }
+
+    /// As [`SegmentWriter::stripes`], of documents that a segment of `others` is of; these are in the order of
+    /// documents.
+    fn stripes_beside(&mut self, r: usize, ring: usize, stripe: usize, others: &[Segment]) {
+        let stripes = Stripes { first: r * stripe, stripe, period: ring * stripe };
+        let mut last = None;
+        for doc in others.iter().map(|s| s.range.doc) {
+            if last.replace(doc) == Some(doc) {
+                continue;
             }
-            // The begin of the next document, or the rank's first token after this document.
-            let phase = doc.end % period;
-            next = if phase < r * stripe {
-                doc.end - phase + r * stripe
-            } else if phase < (r + 1) * stripe {
-                doc.end
-            } else {
-                doc.end - phase + period + r * stripe
-            };
+            let tokens = self.batch.document(self.side, doc as usize);
+            let next = stripes.next(tokens.start);
+            if next < tokens.end {
+                self.row = stripes.before(next) as i64;
+                self.stripes_of_document(&stripes, doc as usize, next);
+            }
+        }
+    }
+
+    /// The stripes of one document, of which the rank's first token is `next`: if it begins inside a stripe, a short
+    /// plain run, then one striped run.
+    fn stripes_of_document(&mut self, stripes: &Stripes, d: usize, next: usize) {
+        let doc = self.batch.document(self.side, d);
+        let (block, period) = (stripes.stripe as u32, stripes.period as u32);
+        let total = stripes.before(doc.end) - stripes.before(doc.start);
+        let phase = next % stripes.period - stripes.first;
+        if phase == 0 {
+            return self.push(d, next - doc.start, total, block, period, false);
+        }
+        // The document begins inside one of the rank's stripes.
+        let head = (stripes.stripe - phase).min(total);
+        self.push(d, next - doc.start, head, 1, 1, false);
+        if total > head {
+            self.push(d, next - phase + stripes.period - doc.start, total - head, block, period, false);
+        }
+    }
+}
+
+/// The tokens `first..first + stripe` of every `period` tokens of the pack: those of one rank.
+struct Stripes {
+    first: usize,
+    stripe: usize,
+    period: usize,
+}
+
+impl Stripes {
+    /// How many of them are before token `t`.
+    fn before(&self, t: usize) -> usize {
+        t / self.period * self.stripe + (t % self.period).saturating_sub(self.first).min(self.stripe)
+    }
+
+    /// The first of them from token `t` on.
+    fn next(&self, t: usize) -> usize {
+        let phase = t % self.period;
+        if phase < self.first {
+            t - phase + self.first
+        } else if phase < self.first + self.stripe {
+            t
+        } else {
+            t - phase + self.period + self.first
         }
     }
 }

@@ -20,8 +20,9 @@
 //! | [`View`], [`ViewMut`], [`DeviceView`]; [`Dtype`], [`Element`]; [`Error`] | typed views, element types, errors |
 //!
 //! Data flows one way: plan → schedule → runtime → kernel and transport. Modules up to the schedule do not access the
-//! caller's memory and are `no_std` with `alloc`; the rest needs the feature `std` (default). Other features: `rayon`
-//! runs CPU kernels on several threads, `cuda` adds the CUDA backend, `cudarc` views of cudarc's slices, `nccl` ranks
+//! caller's memory and are `no_std` with `alloc`; the rest needs the feature `std` (default), and attention on the CPU
+//! `kernels` (default): without it runs of attention are refused. Other features: `rayon` runs CPU kernels on several
+//! threads, `cuda` adds the CUDA backend, `cudarc` views of cudarc's slices, `nccl` ranks
 //! over NCCL, `mpi` ranks over MPI.
 //!
 //! ```

@@ -107,7 +107,7 @@ fn main() {
         pack_inputs: 0,
         ranks_per_node: 0,
         circulate_forward: 0,
-        reserved: 0,
+        key_rows: 0,
     };
     let (mut c_plan, mut c_transport, mut c_rank) = (null_mut(), null_mut(), null_mut());
     // SAFETY: structs of their own sizes; places for results.

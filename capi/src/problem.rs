@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The problem and the options of a plan.
 
-use super::input::{array, flag, member, not_one_of, one_of, renamed_by, reserved, sized};
+use super::input::{array, flag, member, not_one_of, one_of, renamed_by, sized};
 pub use cpattn::Slice as cpattn_slice;
 use cpattn::{
     Batch, Dtype, Error, Layout, Machine, Mask, Mesh, Options, Plan, Problem, Result,
-    plan::{AttentionKind, Circulate, Gather, Wire},
+    plan::{AttentionKind, Circulate, Gather, KeyRows, Wire},
 };
 
 /// For windows: no limit.
@@ -54,7 +54,7 @@ pub struct cpattn_options {
     pub pack_inputs: i32,
     pub ranks_per_node: u32,
     pub circulate_forward: i32,
-    pub reserved: i32,
+    pub key_rows: i32,
 }
 
 versioned! {
@@ -79,6 +79,12 @@ const GATHER: [(&str, Gather); 4] = [
     ("CPATTN_GATHER_OTHERS", Gather::Others),
     ("CPATTN_GATHER_STEPS", Gather::Steps),
     ("CPATTN_GATHER_TOGETHER", Gather::Together),
+];
+
+const KEY_ROWS: [(&str, KeyRows); 3] = [
+    ("CPATTN_KEY_ROWS_AUTO", KeyRows::Auto),
+    ("CPATTN_KEY_ROWS_LISTED", KeyRows::Listed),
+    ("CPATTN_KEY_ROWS_ALLOWED", KeyRows::Allowed),
 ];
 
 const WIRE: [(&str, Wire); 2] = [("CPATTN_WIRE_FULL", Wire::Full), ("CPATTN_WIRE_BF16", Wire::Bf16)];
@@ -233,12 +239,12 @@ fn layout_of(o: &cpattn_options) -> Result<Option<Layout>> {
 
 /// The options that do not change which rank holds which tokens.
 fn options(o: &cpattn_options) -> Result<Options> {
-    reserved("options.reserved", o.reserved == 0)?;
     Ok(Options::new()
         .gather(one_of("options.gather", o.gather, &GATHER)?)
         .passes(o.passes as usize)
         .circulate(one_of("options.circulate", o.circulate, &CIRCULATE)?)
         .circulate_forward(one_of("options.circulate_forward", o.circulate_forward, &CIRCULATE)?)
+        .key_rows(one_of("options.key_rows", o.key_rows, &KEY_ROWS)?)
         .wire(one_of("options.wire", o.wire, &WIRE)?)
         .reproducible(flag("options.reproducible", o.reproducible)?)
         .pack_inputs(flag("options.pack_inputs", o.pack_inputs)?)

@@ -18,8 +18,8 @@ use cpattn::{
     Dtype, Error, Plan, Result, Side,
     call::{Gradients, HeadMap, QRange},
     schedule::{
-        AllToAll, AllToAllDirection, AttendOp, BackwardOp, Buf, BufferView, CallRanges, Direction, ExpandedOp,
-        MessageView, Operation, Schedule, SumBlock, TensorId,
+        AllToAll, AllToAllDirection, AttendOp, BackwardOp, Buf, BufferView, CallRanges, Decay, Direction, ExpandedOp,
+        MessageView, Operation, Purpose, Scan, Schedule, SumBlock, TensorId,
     },
 };
 
@@ -32,6 +32,8 @@ const EXCHANGE: i32 = 5;
 const ATTEND: i32 = 6;
 const ATTEND_BACKWARD: i32 = 7;
 const COMBINE: i32 = 8;
+const COMPOSE: i32 = 9;
+const COMPOSE_MATRIX: i32 = 10;
 
 /// The views and numbers of an operation; a view of no heads is not there.
 #[derive(Clone, Copy, Default)]
@@ -193,6 +195,8 @@ struct Lister {
     buffers: Buffers,
     /// Messages so far, by peer and direction.
     messages: BTreeMap<(usize, bool), u32>,
+    /// Whether decays of a scan are matrices.
+    matrix: bool,
 }
 
 impl Lister {
@@ -228,6 +232,10 @@ impl Lister {
                     all => cpattn_view { head: merge.first_head, heads: merge.o.dst.heads, ..all },
                 };
                 self.sums(&mut op, &[vec![merge.o, merge.lse]]);
+            }
+            ExpandedOp::Compose(joins) => {
+                a.kind = if self.matrix { COMPOSE_MATRIX } else { COMPOSE };
+                self.sums(&mut op, &[joins]);
             }
             ExpandedOp::Exchange { messages, .. } => {
                 a.kind = EXCHANGE;
@@ -316,7 +324,8 @@ fn list_ranges(op: &mut ListedOp, r: CallRanges) {
 
 impl ListedSchedule {
     pub(super) fn new(plan: &Plan, given: Vec<Given>, direction: i32, schedule: &Schedule) -> Result<Self> {
-        let mut lister = Lister { buffers: Buffers::new(given, schedule), messages: BTreeMap::new() };
+        let matrix = matches!(schedule.purpose(), Purpose::Scan(Scan { decay: Decay::Matrix, .. }));
+        let mut lister = Lister { buffers: Buffers::new(given, schedule), messages: BTreeMap::new(), matrix };
         let ops = schedule
             .operations()
             .enumerate()

@@ -172,6 +172,24 @@ pub extern "C" fn cpattn_version() -> u32 {
     VERSION
 }
 
+pub const CPATTN_FEATURE_KERNELS: u32 = 1;
+pub const CPATTN_FEATURE_RAYON: u32 = 2;
+pub const CPATTN_FEATURE_CUDA: u32 = 4;
+pub const CPATTN_FEATURE_NCCL: u32 = 8;
+pub const CPATTN_FEATURE_MPI: u32 = 16;
+
+#[unsafe(no_mangle)]
+pub extern "C" fn cpattn_features() -> u32 {
+    let features = [
+        (cfg!(feature = "kernels"), CPATTN_FEATURE_KERNELS),
+        (cfg!(feature = "rayon"), CPATTN_FEATURE_RAYON),
+        (cfg!(feature = "cuda"), CPATTN_FEATURE_CUDA),
+        (cfg!(feature = "nccl"), CPATTN_FEATURE_NCCL),
+        (cfg!(feature = "mpi"), CPATTN_FEATURE_MPI),
+    ];
+    features.into_iter().filter(|feature| feature.0).map(|feature| feature.1).sum()
+}
+
 fn last<T>(part: impl FnOnce(&(CString, i64)) -> T) -> Option<T> {
     LAST.try_with(|last| last.try_borrow().ok().and_then(|last| last.as_ref().map(part))).ok().flatten()
 }

@@ -204,12 +204,18 @@ fn statuses_and_version_agree() {
         ("CPATTN_INVALID_HANDLE", CPATTN_INVALID_HANDLE),
         ("CPATTN_BUSY", CPATTN_BUSY),
         ("CPATTN_PANIC", CPATTN_PANIC),
+        ("CPATTN_FEATURE_KERNELS", CPATTN_FEATURE_KERNELS as i32),
+        ("CPATTN_FEATURE_RAYON", CPATTN_FEATURE_RAYON as i32),
+        ("CPATTN_FEATURE_CUDA", CPATTN_FEATURE_CUDA as i32),
+        ("CPATTN_FEATURE_NCCL", CPATTN_FEATURE_NCCL as i32),
+        ("CPATTN_FEATURE_MPI", CPATTN_FEATURE_MPI as i32),
     ] {
         assert_eq!(define(name), i64::from(value), "{name}");
     }
     let [major, minor, patch] = ["MAJOR", "MINOR", "PATCH"].map(|p| define(&format!("CPATTN_VERSION_{p}")));
     assert_eq!(format!("{major}.{minor}.{patch}"), env!("CARGO_PKG_VERSION"));
     assert_eq!(i64::from(cpattn_version()), 10_000 * major + 100 * minor + patch);
+    assert_eq!(cpattn_features() & CPATTN_FEATURE_CUDA != 0, cfg!(feature = "cuda"));
     assert_eq!(define("CPATTN_WORKSPACE_ALIGNMENT") as u64, cpattn::schedule::Schedule::ALIGNMENT);
 }
 
@@ -230,7 +236,7 @@ fn the_c_compiler_lays_structs_out_alike() {
     cpattn_tensor: data, device, ndim, dtype, shape, strides, byte_offset;
     cpattn_slice: q_begin, q_end, k_begin, k_end, q_start, low, high;
     cpattn_problem: struct_size, cu_seqlens_q, cu_seqlens_k, q_start, documents, heads, kv_heads, head_dim, value_dim, dtype, kind, window_left, window_right, scale, softcap, alibi_slopes, sinks, alibi_rows, slices, slice_count, dropout;
-    cpattn_options: struct_size, world, ulysses, ring, layout, layout_parameter, passes, circulate, wire, gather, reproducible, pack_inputs, ranks_per_node, circulate_forward, reserved;
+    cpattn_options: struct_size, world, ulysses, ring, layout, layout_parameter, passes, circulate, wire, gather, reproducible, pack_inputs, ranks_per_node, circulate_forward, key_rows;
     cpattn_plan_info: struct_size, replicas, ring, ulysses, layout, layout_parameter, ranks_per_node, q_tokens, k_tokens, fingerprint;
     cpattn_group_limits: struct_size, sizes, size_count, room, token_flops, world, passes, ranks_per_node, reserved;
     cpattn_groups_info: struct_size, makespan, bound, passes, reserved;
@@ -247,6 +253,8 @@ fn the_c_compiler_lays_structs_out_alike() {
     cpattn_forward_args: struct_size, q, k, v, sinks, o, lse, stream, max_logit, dropout_seed, keys, lse_base, reserved;
     cpattn_backward_args: struct_size, q, k, v, sinks, o, lse, d_o, dq, dk, dv, dsinks, stream, d_lse, dropout_seed, keys, lse_base, reserved;
     cpattn_combine_args: struct_size, partial_o, partial_lse, sinks, o, lse, stream, lse_base, reserved;
+    cpattn_scan: struct_size, decay, heads, key_dim, value_dim, dtype, reverse, form, reserved;
+    cpattn_segment: row, token, tokens, document, position;
     cpattn_event: name, phase, start_ns, end_ns, bytes, rank, step, lane, reserved;
     cpattn_range: row, pos, len, block, period, doc;
     cpattn_q_range: range, document, keys_begin, keys_end, mode, reserved;

@@ -14,6 +14,7 @@ cpattn_kernel_call call = CPATTN_KERNEL_CALL_INIT;
 cpattn_kernel_table kernel = CPATTN_KERNEL_TABLE_INIT;
 cpattn_rank_options rank_options = CPATTN_RANK_OPTIONS_INIT;
 cpattn_combine_args combine_args = CPATTN_COMBINE_ARGS_INIT;
+cpattn_scan scan = CPATTN_SCAN_INIT;
 cpattn_keys keys = CPATTN_KEYS_INIT;
 cpattn_purpose purpose = CPATTN_PURPOSE_INIT;
 cpattn_forward_args forward_args = CPATTN_FORWARD_ARGS_INIT;

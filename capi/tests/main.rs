@@ -154,6 +154,11 @@ fn keys_in_pages_and_partial_results_of_two_ranks() {
 }
 
 #[test]
+fn states_passed_on_along_documents() {
+    run(&mut Command::new(compile("capi/tests/scan.c", "c99")));
+}
+
+#[test]
 fn listed_keys_in_c() {
     run(&mut Command::new(compile("capi/tests/listed.c", "c99")));
 }

@@ -249,6 +249,17 @@ def _alone(kind: str) -> tuple[Any, dict[str, torch.Tensor], float, torch.Tensor
     return model, pack, loss.item(), expected, types
 
 
+def _labels(cp: Any, pack: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The pack, with labels of the next tokens for a model that would not shift them."""
+    from cpattn_hf.transformers.loss_trial import PLACES
+
+    if cp._found.loss != PLACES:
+        return pack
+    end = torch.full((1, 1), -100)
+    labels = torch.cat([torch.cat([of[:, 1:], end], dim=1) for _, of in models.documents(pack)], dim=1)
+    return {**{name: value for name, value in pack.items() if name != "labels"}, "shift_labels": labels}
+
+
 def _try(kind: str) -> tuple[str, str]:
     import torch.distributed as dist
 
@@ -272,7 +283,7 @@ def _try(kind: str) -> tuple[str, str]:
         model.zero_grad()
         try:
             cp = ContextParallel(model, gradients="sum", timeout=60, **more)
-            loss = model(**pack, **types).loss
+            loss = model(**_labels(cp, pack), **types).loss
         except Error as error:
             found.append(("refused", _short(error)))
             if more:

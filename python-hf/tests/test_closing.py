@@ -15,9 +15,9 @@ except ImportError:
     raise unittest.SkipTest("transformers is not installed") from None
 
 import cpattn.torch
-import held
 import models
 import processes
+import resources
 from cpattn import InvalidArgument
 from cpattn_hf.transformers import ContextParallel
 
@@ -56,10 +56,10 @@ def _closes(rank: int, world: int) -> dict[str, Any]:
 
     for job in (whole, refused, context):
         job()  # what is made once in a process is not counted
-        before = held.now()
+        before = resources.now()
         for _ in range(3):
             job()
-        found[job.__name__] = (before, held.now())
+        found[job.__name__] = (before, resources.now())
     return found
 
 

@@ -20,8 +20,8 @@ except ImportError:
     raise unittest.SkipTest("diffusers is not installed") from None
 
 import diffusion_cases
-import held
 import processes
+import resources
 from cpattn import Disagreement, InvalidArgument, InvalidHandle, PeerError, Unsupported
 from cpattn_hf.diffusers import ContextParallel
 from diffusers.hooks import HookRegistry, LayerSkipConfig, apply_first_block_cache, apply_layer_skip
@@ -360,7 +360,7 @@ def _closed(rank: int, world: int) -> tuple[tuple[int, int, int], tuple[int, int
             with contextlib.suppress(InvalidArgument):
                 ContextParallel(model, timeout=60, gradients="both")
             del model, cp
-        found.append(held.now())
+        found.append(resources.now())
     return found[0], found[1]
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Hybrids of Transformers on several processes, without a mixer of the user: loss and gradients of one process that runs each document
-alone, on any mesh, with more ranks than heads; and documents that do not see each other."""
+"""Hybrids of Transformers on several processes, without a mixer of the user, whose recurrent layers get whole documents: loss and gradients of
+one process that runs each document alone, on any mesh, with more ranks than heads; and documents that do not see each other.
+`test_recurrent` is of those that pass states."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ def _wrong(name: str, lengths: list[int], file: str, change: Any = None, **optio
     model = hybrids.build(name)
     if change:
         change(model)
-    cp = ContextParallel(model, gradients="sum", timeout=60, **options)
+    cp = ContextParallel(model, gradients="sum", timeout=60, recurrent="heads", **options)
     loss = model(**models.batch(lengths)).loss
     loss.backward()
     total = models.gradients(model)
@@ -81,7 +82,7 @@ def _wrapped(rank: int, world: int, file: str) -> list[str]:
         expected, gradients = torch.load(file)[name, (41,)]
         for kind in ("ddp", "fsdp"):
             model = hybrids.build(name)
-            cp = ContextParallel(model, timeout=60)
+            cp = ContextParallel(model, timeout=60, recurrent="heads")
             if kind == "ddp":
                 whole: Any = torch.nn.parallel.DistributedDataParallel(model)
             else:
@@ -115,7 +116,7 @@ def _apart(rank: int, world: int) -> list[str]:
     other["input_ids"] %= models.WORDS
     for name in hybrids.MODELS:
         model = hybrids.build(name)
-        cp = ContextParallel(model, gradients="sum", timeout=60)
+        cp = ContextParallel(model, gradients="sum", timeout=60, recurrent="heads")
         with torch.no_grad():
             one, two = (cp.gather(model(**given).logits)[0] for given in (pack, other))
         cp.close()

@@ -28,7 +28,7 @@ from cpattn import Disagreement, Error, InvalidArgument, Unsupported
 from cpattn.torch.agree import content
 from cpattn_hf.transformers import ContextParallel
 from cpattn_hf.transformers.images import Rows, _alone
-from cpattn_hf.transformers.towers import Features, deal
+from cpattn_hf.transformers.towers import Features, images_of_ranks
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -388,9 +388,9 @@ class Needed(ModelOutput):
 
 class Parts(unittest.TestCase):
     def test_images_are_dealt_by_patches(self) -> None:
-        self.assertEqual(deal([4, 16, 6, 10], 2), [[0, 1], [2, 3]])
-        self.assertEqual(deal([1], 3), [[0], [], []])
-        self.assertEqual(sorted(sum(deal([5, 5, 5, 5, 1], 3), [])), [0, 1, 2, 3, 4])
+        self.assertEqual(images_of_ranks([4, 16, 6, 10], 2), [[0, 1], [2, 3]])
+        self.assertEqual(images_of_ranks([1], 3), [[0], [], []])
+        self.assertEqual(sorted(sum(images_of_ranks([5, 5, 5, 5, 1], 3), [])), [0, 1, 2, 3, 4])
 
     def test_rows_of_what_a_text_model_is_given(self) -> None:
         # Two rows of four, one token of padding; this rank has the tokens at the places 1, 4 and 6.

@@ -7,7 +7,7 @@ other library with DLPack. A `Transport` is your own communicator. `cpattn.torch
 
 from . import _header, schedule, slices
 from ._header import UNLIMITED
-from ._library import library_version
+from ._library import library_features, library_version
 from .dropout import dropout_mask
 from .engine import Engine, EngineTransport
 from .errors import (
@@ -32,10 +32,12 @@ from .options import (
     Direction,
     Dtype,
     Gather,
+    KeyRows,
     Kind,
     Layout,
     LseBase,
     PlanOptions,
+    ScanForm,
     Side,
     Wire,
     ranks_per_node,
@@ -69,6 +71,7 @@ __all__ = [
     "Error",
     "Event",
     "Gather",
+    "KeyRows",
     "InvalidArgument",
     "InvalidHandle",
     "Isa",
@@ -84,6 +87,7 @@ __all__ = [
     "Plan",
     "PlanOptions",
     "Rank",
+    "ScanForm",
     "ScheduleError",
     "Side",
     "Slice",
@@ -96,6 +100,7 @@ __all__ = [
     "chrome_trace",
     "clock",
     "dropout_mask",
+    "library_features",
     "library_version",
     "local_group",
     "nccl_group",

@@ -56,6 +56,17 @@ def library_version() -> str:
     return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
 
 
+def library_features() -> frozenset[str]:
+    """What the shared library was built with: "kernels", "rayon", "cuda", "nccl", "mpi". Without "kernels" it is the planner alone, whose
+    attention is that of another kernel: `cpattn.torch` with kernels="torch" and others."""
+    if (of_library := getattr(_library, "cpattn_features", None)) is None:
+        return frozenset(["kernels"])  # an earlier patch version, which always had them
+    of_library.restype = c_uint32
+    features = of_library()
+    names = ("kernels", "rayon", "cuda", "nccl", "mpi")
+    return frozenset(name for name in names if features & _header.NUMBERS["FEATURE_" + name.upper()])
+
+
 def status_of(name: str, *arguments: Any) -> int:
     """Calls cpattn_`name`."""
     declared = zip(_header.FUNCTIONS[name], arguments, strict=True)

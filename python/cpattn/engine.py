@@ -30,7 +30,7 @@ from .arguments import c_structs, instance, number, refused, whole
 from ._interruptible import ENDING, Interruptible
 from ._library import call, status_of
 from .errors import InvalidArgument
-from .transport import Kept, Message, Transport, memory_at
+from .transport import FirstFailure, Message, Transport, memory_at
 
 
 class Engine(abc.ABC):
@@ -97,10 +97,10 @@ class EngineTransport(Transport):
         timeout = checked_timeout(timeout)
         instance("engine", engine, Engine, "an Engine is needed")
         self.engine, self.rank, self.world = engine, engine.rank, engine.world
-        self.kept, self._interruptible = Kept(), Interruptible()
+        self.first_failure, self._interruptible = FirstFailure(), Interruptible()
         self._calls: list[str] = []  # in progress
         self._handle, context = c_void_p(), next(_numbers)
-        _engines[context] = _Entry(engine, self.kept)
+        _engines[context] = _Entry(engine, self.first_failure)
         table = _header.EngineTable(context=context, rank=engine.rank, world=engine.world, **_callbacks)
         call("engine_group", byref(table), max(1, round(timeout * 1000)), byref(self._handle))
         # Also at the end of the program, before the interpreter ends.
@@ -118,7 +118,7 @@ class EngineTransport(Transport):
             # The library notifies the others if it cannot connect for want of threads.
             connects = name == "engine_connect"
             self._interruptible(
-                lambda: self.kept.call(name, self._handle, *arguments), self.abort, needs_thread=not connects
+                lambda: self.first_failure.call(name, self._handle, *arguments), self.abort, needs_thread=not connects
             )
         finally:
             self._calls.remove(name)
@@ -175,8 +175,8 @@ def _destroy(handle: c_void_p, calls: list[str], process: int) -> None:
 class _Entry:
     """An engine while the library may call it, and its open requests."""
 
-    def __init__(self, engine: Engine, kept: Kept) -> None:
-        self.engine, self.kept, self.numbers = engine, kept, count()
+    def __init__(self, engine: Engine, first_failure: FirstFailure) -> None:
+        self.engine, self.first_failure, self.numbers = engine, first_failure, count()
         self.requests: dict[int, Any] = {}
 
 
@@ -208,7 +208,7 @@ def _report(context: int, failure: BaseException, text: Any) -> int:
         ctypes.memmove(text, message, len(message))
         if known:
             return _header.ENGINE_GROUP
-        entry.kept.keep(failure)
+        entry.first_failure.keep(failure)
     return _OWN
 
 

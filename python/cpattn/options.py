@@ -58,6 +58,17 @@ class Gather(enum.IntEnum):
     AUTO, OTHERS, STEPS, TOGETHER = range(4)
 
 
+class KeyRows(enum.IntEnum):
+    """Which rows of k and v move in runs with `key_indices`.
+
+    AUTO: those of the two that are fewer bytes over all ranks, counted in each run; ALLOWED on a rank with a lent workspace, or whose k
+    and v are not contiguous. LISTED: those that lists name, each once to each ring rank whose tokens list it. ALLOWED: those that the
+    mask allows, as without lists.
+    """
+
+    AUTO, LISTED, ALLOWED = range(3)
+
+
 class Wire(enum.IntEnum):
     """The type in which partial gradients are sent."""
 
@@ -90,6 +101,13 @@ class CombineTo(enum.IntEnum):
     """The rows of a merged result that a rank gets: see `Rank.combine`."""
 
     ALL, HEADS, TOKENS = range(3)
+
+
+class ScanForm(enum.IntEnum):
+    """How states travel along a document: from segment to segment; in log2(segments) exchanges of states and decays; all at once. AUTO is
+    what is predicted to take the least time."""
+
+    AUTO, CHAIN, TREE, DIRECT = range(4)
 
 
 class PlanOptions(TypedDict, total=False):
@@ -130,6 +148,8 @@ class PlanOptions(TypedDict, total=False):
     - circulate_forward: the side that is sent around the ring in the forward: KEYS; QUERIES, for few q rows over many keys, as in
       generation with a cache that is spread over ranks: q is sent, partial results are returned, and k and v stay; or the side with
       fewer bytes, KEYS if q and k are the same tokens (AUTO).
+    - key_rows: which rows of k and v move in runs with `key_indices`: LISTED, ALLOWED (by the mask), or those that are fewer bytes
+      (AUTO); see `KeyRows`.
     - wire: the type in which partial gradients are sent: f32 (FULL), or BF16: half the bytes, each rounded once to 8 bits (FULL).
     - reproducible: bit-equal results for any number of ranks; on the CPU; not with gather STEPS (False).
     - pack_inputs: tensors that are sent may have any strides, and are packed first; without it they must be compact (False).
@@ -155,6 +175,7 @@ class PlanOptions(TypedDict, total=False):
     passes: int
     circulate: Circulate | str
     circulate_forward: Circulate | str
+    key_rows: KeyRows | str
     wire: Wire | str
     gather: Gather | str | bool
     reproducible: bool
@@ -194,6 +215,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "kind": partial(one_of, kind=Kind),
     "layout": partial(one_of, kind=Layout),
     "wire": partial(one_of, kind=Wire),
+    "key_rows": partial(one_of, kind=KeyRows),
     "gather": _gather,
     **dict.fromkeys(("circulate", "circulate_forward"), partial(one_of, kind=Circulate)),
     "sinks": lambda name, value: int(value) if isinstance(value, bool) else whole(name, value, 0, 4096),
@@ -203,7 +225,9 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     **dict.fromkeys(("window_left", "window_right"), window),
     **dict.fromkeys(("softcap", "dropout"), number),
 }
-RUNS = {"passes", "circulate", "circulate_forward", "wire", "gather", "reproducible", "pack_inputs", "ranks_per_node"}
+RUNS = {
+    "passes", "circulate", "circulate_forward", "key_rows", "wire", "gather", "reproducible", "pack_inputs", "ranks_per_node",
+}  # fmt: skip
 # Options that decide which rank holds which tokens.
 CHOSEN = ("ulysses", "ring", "layout", "layout_parameter")
 _OPTIONAL = {"kv_heads", "value_dim", "scale", "softcap", "alibi_slopes"}

@@ -10,12 +10,12 @@ from __future__ import annotations
 import weakref
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from ctypes import POINTER, byref, c_int32, c_int64, c_uint64, c_void_p, pointer
+from ctypes import POINTER, byref, c_int32, c_int64, c_size_t, c_uint64, c_void_p, pointer
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import _header
-from .arguments import c_array, instance, one_of, refused
+from .arguments import c_array, flag, instance, one_of, refused
 from ._header import UNLIMITED
 from ._library import call, status_of, text_of
 from ._signature import named, resolved, spelled
@@ -28,6 +28,7 @@ from .options import (
     Dtype,
     Layout,
     PlanOptions,
+    ScanForm,
     Side,
     at_least_1,
     checked,
@@ -68,6 +69,30 @@ def _slices(slices: Iterable[Slice] | None) -> dict[str, Any]:
     every = checked_slices("slices", slices)
     rows = c_slices(every)
     return {"of_slices": every, "slices": rows, "slice_count": len(rows)}
+
+
+@resolved
+class Segment(NamedTuple):
+    """As many of a rank's tokens, in its order, as follow one another in one document: positions `begin` to `end` - 1 of `document`."""
+
+    document: int
+    begin: int
+    end: int
+
+
+def scan_of(
+    heads: int, key_dim: int, value_dim: int, matrix: bool, reverse: bool, form: ScanForm | str, dtype: Any
+) -> _header.Scan:
+    """A scan, for C."""
+    return _header.Scan(
+        decay=_header.DECAY_MATRIX if flag("matrix", matrix) else _header.DECAY_DIAGONAL,
+        heads=at_least_1("heads", heads),
+        key_dim=at_least_1("key_dim", key_dim),
+        value_dim=at_least_1("value_dim", value_dim),
+        dtype=dtype_of(dtype).value,
+        reverse=int(flag("reverse", reverse)),
+        form=one_of("form", form, ScanForm).value,
+    )
 
 
 @resolved
@@ -165,7 +190,7 @@ class Plan:
         """A plan for another kind of layer over the documents of `base`, with the same tokens on each rank, in the same order. Two
         plans that are made separately may give a rank different tokens, often in equal numbers, so that no shape differs.
 
-        Mesh and layout are those of `base`. So are, unless given, dtype, gather, passes, circulate, circulate_forward, wire,
+        Mesh and layout are those of `base`. So are, unless given, dtype, gather, passes, circulate, circulate_forward, key_rows, wire,
         reproducible, pack_inputs and ranks_per_node. Mask, score and dims have the defaults of `Plan`. Without `slices` the plan has
         those of `base`, if there are any; for a causal layer over such a base give `cpattn.slices.documents(cu_seqlens)`.
         """
@@ -297,6 +322,31 @@ class Plan:
         from .schedule import Schedule
 
         return Schedule.of_combine(self, rank, to, partial)
+
+    def scan_schedule(
+        self,
+        rank: int,
+        heads: int,
+        key_dim: int,
+        value_dim: int,
+        *,
+        matrix: bool = False,
+        reverse: bool = False,
+        form: ScanForm | str = ScanForm.AUTO,
+        dtype: Dtype | str | object = Dtype.F32,
+    ) -> Schedule:
+        """The same for a scan (`Rank.scan`) of states of these heads and dims."""
+        from .schedule import Schedule
+
+        return Schedule.of_scan(self, rank, scan_of(heads, key_dim, value_dim, matrix, reverse, form, dtype))
+
+    def segments(self, rank: int) -> tuple[Segment, ...]:
+        """The segments of a rank's q tokens, in the rank's order: as many as follow one another in one document."""
+        count = c_size_t()
+        call("plan_segments", self.handle, rank, None, 0, byref(count))
+        every = (_header.Segment * count.value)()
+        call("plan_segments", self.handle, rank, every, len(every), byref(count))
+        return tuple(Segment(s.document, s.position, s.position + s.tokens) for s in every)
 
     def tokens(self, side: Side | str, rank: int) -> array[int]:
         """The indices in the batch of a rank's tokens, in the rank's order."""

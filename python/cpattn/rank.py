@@ -19,12 +19,12 @@ from .arguments import RANGES, c_array, flag, instance, instances, one_of, refus
 from ._interruptible import ENDING, Interruptible, no_thread
 from ._library import call, status_of
 from .engine import EngineTransport
-from .options import CombineTo, Direction, LseBase, Side
-from .plan import Plan
+from .options import CombineTo, Direction, Dtype, LseBase, ScanForm, Side
+from .plan import Plan, scan_of
 from .ring import Link
 from .tensors import Array, Given, all_given, whole_numbers
 from .trace import Event
-from .transport import Callbacks, Kept, Transport
+from .transport import Callbacks, FirstFailure, Transport
 
 T = TypeVar("T")
 
@@ -50,12 +50,12 @@ class Rank:
             needed = "a Transport or a handle is needed; for an Engine, use EngineTransport(engine, timeout)"
             raise refused("transport", transport, needed)
         self._transport = transport if isinstance(transport, Transport) else None
-        self._kept, self._interruptible = Kept(), Interruptible()
+        self._first_failure, self._interruptible = FirstFailure(), Interruptible()
         owner: Callbacks | EngineTransport | None = None
         if isinstance(transport, EngineTransport):
-            owner, self._kept, transport = transport, transport.kept, transport.share()
+            owner, self._first_failure, transport = transport, transport.first_failure, transport.share()
         elif isinstance(transport, Transport):
-            owner = self._kept = Callbacks(transport)
+            owner = self._first_failure = Callbacks(transport)
             transport = owner.create()
         # Without options, a rank has the device of its transport.
         chosen = workers != 1 or isa != Isa.AUTO
@@ -114,7 +114,8 @@ class Rank:
 
         With `key_indices`, int32 [tokens, heads, entries] on the CPU, each of this rank's q tokens attends only to the keys that it lists:
         positions in its document, each at most once, that the mask allows; -1 is none. heads is 1, for lists that all kv heads share, or
-        the kv heads. All ranks give the same heads and entries. Rows that no token lists may hold anything. A ring needs
+        the kv heads. All ranks give the same heads and entries. Rows that no token lists may hold anything. In a ring either the listed
+        rows of k and v move or those that the mask allows: the plan's option `key_rows`. A ring needs
         circulate_forward="keys" (backward: circulate="keys"). Devices, slices, pages and reproducible plans refuse it.
 
         `lse` is a natural logarithm, or with `lse_base="base_2"` one to base 2, which devices refuse."""
@@ -245,6 +246,38 @@ class Rank:
         )
         self._run("rank_combine", _handle(plan), to.value, byref(args), keep=operands, stream=stream)
 
+    def scan(
+        self,
+        plan: Plan,
+        *,
+        decay: Array,
+        state: Array,
+        initial_state: Array,
+        matrix: bool = False,
+        reverse: bool = False,
+        form: ScanForm | str = "auto",
+    ) -> None:
+        """Passes states of a recurrent layer on along the documents: `initial_state[next] = decay · initial_state + state` from segment to
+        segment (`Plan.segments`), in the order of positions, and zeros before the first. All ranks of the group call it, whatever the
+        mesh, and give a row for each of their own segments. On the CPU alone.
+
+        `decay` is [segments, heads, key_dim] and `state` [segments, heads, key_dim·value_dim], f32 or f64: a number of the decay scales
+        value_dim numbers of the state. With `matrix`, `decay` is [segments, heads, key_dim·key_dim], matrices that are multiplied by the
+        state. `initial_state` gets the shape of `state`. All are compact.
+
+        With `reverse`, from the last segment of a document to the first. The gradient of a scan is the reverse scan of the gradient of
+        initial_state, with transposed matrices: it gives the gradient of each state."""
+        operands = {
+            "decay": Given("decay", decay),
+            "state": Given("state", state),
+            "initial_state": Given("initial_state", initial_state, written=True),
+        }
+        shapes = {name: _shape(g, name) for name, g in operands.items()}
+        of = scan_shape(shapes["decay"], shapes["state"], flag("matrix", matrix))
+        bits = operands["state"].pointer.contents.dtype.bits
+        scan = scan_of(*of, matrix, reverse, form, Dtype.F64 if bits == 64 else Dtype.F32)
+        self._run("rank_scan", _handle(plan), byref(scan), *(g.pointer for g in operands.values()), keep=operands)
+
     def check_ring(self, bytes: int = 4 << 20) -> list[Link]:
         """Sends bytes over each link and checks them, around the ring in both directions, one link at a time.
 
@@ -260,7 +293,7 @@ class Rank:
             self._interruptible(job, self._transport.abort) if self._transport else job()
         except errors.Error as error:
             # The library's message names the link; the exception of a Python transport is the cause.
-            failure = self._kept.failure
+            failure = self._first_failure.failure
             if isinstance(error, errors.PeerError) and isinstance(failure, errors.PeerError):
                 error.peer = failure.peer
             raise error from failure
@@ -335,7 +368,26 @@ class Rank:
         if not self._handle:
             raise errors.InvalidHandle(f"cpattn_{name}: this rank is closed: make a new one")
         self._interruptible.check_process()
-        self._kept.call(name, self._handle, *arguments)
+        self._first_failure.call(name, self._handle, *arguments)
+
+
+def _shape(given: Given, name: str) -> tuple[int, ...]:
+    """The shape of a tensor of a scan."""
+    of = given.pointer.contents
+    if of.ndim != 3:
+        raise errors.InvalidArgument(f"{name}.ndim is {of.ndim}, 3 is needed: [segments, heads, dim]")
+    return tuple(of.shape[: of.ndim])
+
+
+def scan_shape(decay: Sequence[int], state: Sequence[int], matrix: bool) -> tuple[int, int, int]:
+    """Heads, key_dim and value_dim of a scan of these shapes."""
+    key_dim = math.isqrt(decay[2]) if matrix else decay[2]
+    if key_dim < 1 or (matrix and key_dim**2 != decay[2]) or state[2] < 1 or state[2] % key_dim or decay[1] != state[1]:
+        needed = "[segments, heads, key_dim·key_dim]" if matrix else "[segments, heads, key_dim]"
+        raise errors.InvalidArgument(
+            f"decay has the shape {tuple(decay)} and state {tuple(state)}, {needed} and [segments, heads, key_dim·value_dim] are needed"
+        )
+    return state[1], key_dim, state[2] // key_dim
 
 
 def _pages(operands: dict[str, Given], block_table: Array, page_size: int | None, page_stride: int | None) -> Any:

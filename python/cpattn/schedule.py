@@ -25,19 +25,22 @@ from .plan import Plan
 class Tensor(enum.IntEnum):
     """The caller's tensors, [tokens, heads, dim]. LSE, D_LSE and PARTIAL_LSE are [tokens, heads, 1], MAX_LOGIT [1, heads, 1]. SINKS and
     DSINKS are [1, heads, n] for n sinks of each head; in a reproducible plan the buffers before SINK_TOTAL are [1, heads, 28·n]: exact
-    sums of 28 words for each sink. OWN_... are of an all-to-all, PARTIAL_... of a combine."""
+    sums of 28 words for each sink. OWN_... are of an all-to-all, PARTIAL_... of a combine, the last three of a scan."""
 
     Q, K, V, O, LSE, D_O, DQ, DK, DV, SINKS, DSINKS, D_LSE, MAX_LOGIT, OWN_TOKENS, OWN_HEADS, PARTIAL_O, PARTIAL_LSE = (
         range(17)
     )
+    DECAY, STATE, INITIAL_STATE = range(17, 20)
 
 
 class OpKind(enum.IntEnum):
     """DELTA: delta = rowsum(d_o·o). SINK_GRADIENT: dsinks = -sum of exp(sink - lse)·delta over rows. SINK_TOTAL, SUM: `sums`. MERGE:
     `sums` in pairs, o and then its lse. EXCHANGE: `messages`. ATTEND, ATTEND_BACKWARD: `ranges`.
-    COMBINE: `sums`, one of o and one of its lse: all sources are merged in order, and the sinks applied."""
+    COMBINE: `sums`, one of o and one of its lse: all sources are merged in order, and the sinks applied. COMPOSE, COMPOSE_MATRIX: `sums`,
+    each dst = source 0 · source 1, plus source 2 if there is one; source 0 is a decay, of numbers or a matrix."""
 
     DELTA, SINK_GRADIENT, SINK_TOTAL, SUM, MERGE, EXCHANGE, ATTEND, ATTEND_BACKWARD, COMBINE = range(9)
+    COMPOSE, COMPOSE_MATRIX = 9, 10
 
 
 class Lane(enum.IntEnum):
@@ -113,7 +116,7 @@ class OpMessage(NamedTuple):
 
 @resolved
 class Sum(NamedTuple):
-    """`dst` = the sum of `sources`, in f32 or f64. Sums of one part run in any order, parts one after another."""
+    """`dst` = the sum of `sources`, in f32 or f64; zeros without any. Sums of one part run in any order, parts one after another."""
 
     dst: View
     sources: tuple[View, ...]
@@ -220,7 +223,7 @@ class Op:
 @resolved
 @dataclass(frozen=True)
 class Schedule:
-    """A rank's operations in one direction; None for a combine. Views name buffers by their index in `buffers`."""
+    """A rank's operations in one direction; None for a combine and a scan. Views name buffers by their index in `buffers`."""
 
     rank: int
     direction: Direction | AllToAll | None
@@ -250,6 +253,13 @@ class Schedule:
         """The schedule of a combine: `Plan.combine_schedule`."""
         handle, of = c_void_p(), (one_of("to", to, CombineTo).value, dtype_of(partial, "partial").value)
         call("schedule_create_combine", plan.handle, rank, *of, byref(handle))
+        return cls._copied(handle, rank, None)
+
+    @classmethod
+    def of_scan(cls, plan: Plan, rank: int, scan: _header.Scan) -> Schedule:
+        """The schedule of a scan: `Plan.scan_schedule`."""
+        handle = c_void_p()
+        call("schedule_create_scan", plan.handle, rank, byref(scan), byref(handle))
         return cls._copied(handle, rank, None)
 
     @classmethod

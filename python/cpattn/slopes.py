@@ -13,13 +13,13 @@ from .errors import InvalidArgument
 Slopes = tuple[float, ...] | tuple[tuple[float, ...], ...]
 
 
-def slopes_of(name: str, given: Any) -> Slopes | None:
+def slopes_of(name: str, array: Any) -> Slopes | None:
     """Slopes as tuples, which are keys of a cache, from sequences or from an array or tensor of any library."""
-    if given is None:
+    if array is None:
         return None
-    if getattr(given, "requires_grad", False):
+    if getattr(array, "requires_grad", False):
         raise InvalidArgument(f"{name}.requires_grad is True, but slopes have no gradient: give {name}.detach()")
-    sequence: Any = attempt(given.tolist) if hasattr(given, "tolist") else given
+    sequence: Any = attempt(array.tolist) if hasattr(array, "tolist") else array
     values = listed(name, sequence)
     if not values or isinstance(values[0], str | bytes) or attempt(iter, values[0]) is None:
         return _row(name, values)
@@ -30,9 +30,9 @@ def _row(name: str, values: list[Any]) -> tuple[float, ...]:
     return tuple(number(f"{name}[{at}]", value) for at, value in enumerate(values))
 
 
-def c_slopes(name: str, given: Any, heads: int) -> dict[str, Any]:
+def c_slopes(name: str, array: Any, heads: int) -> dict[str, Any]:
     """The members of the problem for these slopes. The library compares the number of rows with that of documents."""
-    slopes = slopes_of(name, given) or ()
+    slopes = slopes_of(name, array) or ()
     if not slopes or not isinstance(slopes[0], tuple):
         return {"alibi_slopes": c_array(name, c_float, slopes, heads), "alibi_rows": 0}
     rows = [list(c_array(f"{name}[{at}]", c_float, row, heads)) for at, row in enumerate(slopes)]

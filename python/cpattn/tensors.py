@@ -66,10 +66,10 @@ class Given:
     """A tensor during a call: its DLTensor, and the object that keeps it alive. A `written` one must not be read-only."""
 
     def __init__(self, name: str, array: Array, *, written: bool = False) -> None:
-        self.kept: Any
+        self.owner: Any
         self.pointer: Any
         if isinstance(array, Memory):
-            self.kept, self.pointer = array, ctypes.pointer(array.tensor)
+            self.owner, self.pointer = array, ctypes.pointer(array.tensor)
             return
         # JAX exports its arrays as writable, but programs expect that they never change.
         read_only = type(array).__module__.partition(".")[0] in ("jax", "jaxlib")
@@ -80,17 +80,17 @@ class Given:
             export: Any = array.__dlpack__
             how = {"stream": -1} if on_cuda else {}
             try:
-                self.kept = export(max_version=(1, 0), **how)
+                self.owner = export(max_version=(1, 0), **how)
             except TypeError:  # the library has no versioned DLPack
-                self.kept = export(**how)
-            if _is_capsule(self.kept, b"dltensor_versioned"):
-                versioned = Versioned.from_address(_pointer_of(self.kept, b"dltensor_versioned"))
+                self.owner = export(**how)
+            if _is_capsule(self.owner, b"dltensor_versioned"):
+                versioned = Versioned.from_address(_pointer_of(self.owner, b"dltensor_versioned"))
                 self.pointer, read_only = (
                     ctypes.pointer(versioned.tensor),
                     read_only or bool(versioned.flags & READ_ONLY),
                 )
             else:  # a DLTensor is the capsule's first member
-                self.pointer = ctypes.cast(_pointer_of(self.kept, b"dltensor"), TensorP)
+                self.pointer = ctypes.cast(_pointer_of(self.owner, b"dltensor"), TensorP)
         except Exception as error:
             raise InvalidArgument(f"{name} cannot be read through DLPack: {type(array).__name__}: {error}") from error
         if written and read_only:
@@ -103,9 +103,9 @@ def all_given(written: set[str], **arrays: Array | None) -> dict[str, Given]:
     return {name: Given(name, array, written=name in written) for name, array in arrays.items() if array is not None}
 
 
-def whole_numbers(name: str, given: Any, dims: Sequence[str], device: int = DEVICE_CPU) -> tuple[Any, ...]:
+def whole_numbers(name: str, tensor: Any, dims: Sequence[str], device: int = DEVICE_CPU) -> tuple[Any, ...]:
     """The address of a compact int32 array on a device of DLPack type `device`, and its size in each of `dims`."""
-    shape, kind = tuple(given.shape[: given.ndim]), (given.dtype.code, given.dtype.bits, given.device.device_type)
+    shape, kind = tuple(tensor.shape[: tensor.ndim]), (tensor.dtype.code, tensor.dtype.bits, tensor.device.device_type)
     if kind != (0, 32, device):
         needed = "the CPU" if device == DEVICE_CPU else f"device type {device}, where k is,"
         raise InvalidArgument(
@@ -113,10 +113,10 @@ def whole_numbers(name: str, given: Any, dims: Sequence[str], device: int = DEVI
         )
     if len(shape) != len(dims):
         raise InvalidArgument(f"{name} is of shape {shape}, [{', '.join(dims)}] is needed")
-    if given.strides and math.prod(shape):
-        strides, compact = given.strides[: len(shape)], [math.prod(shape[at + 1 :]) for at in range(len(shape))]
+    if tensor.strides and math.prod(shape):
+        strides, compact = tensor.strides[: len(shape)], [math.prod(shape[at + 1 :]) for at in range(len(shape))]
         if any(stride != right for stride, right, size in zip(strides, compact, shape, strict=True) if size > 1):
             raise InvalidArgument(f"{name} has strides {tuple(strides)}, a contiguous one is needed")
     return ctypes.cast(
-        c_void_p(given.data + given.byte_offset if given.data else None), ctypes.POINTER(c_int32)
+        c_void_p(tensor.data + tensor.byte_offset if tensor.data else None), ctypes.POINTER(c_int32)
     ), *shape

@@ -6,7 +6,7 @@ The library calls C functions (`cpattn_transport_table` in the header, which has
 
 - No exception enters C. ctypes would print it and return an arbitrary value, perhaps 0, which means success. Each callback catches
   everything, keeps the first exception and returns RAISED. The library's call fails, and the Python call behind it
-  (`Rank.forward`, ...) raises the kept exception.
+  (`Rank.forward`, ...) raises that exception.
 - Signal handlers run on the main thread, and may raise before a callback's first line, where no callback can catch it. So no
   callback runs on the main thread: calls that may wait for other ranks run on another one (`_interruptible.py`).
 - A failed transport stays failed. After the first exception the transport is aborted, so that peers do not wait for this rank, and
@@ -92,7 +92,7 @@ class Transport(abc.ABC):
         """The transport is no longer used."""
 
 
-class Kept:
+class FirstFailure:
     """The first exception of the caller's code. The Python call behind the callback raises it."""
 
     def __init__(self) -> None:
@@ -114,7 +114,7 @@ class Kept:
             raise self.exception(error)
 
     def exception(self, error: errors.Error) -> BaseException:
-        """The exception that the Python call raises for the library's error `said`."""
+        """The exception that the Python call raises for an error of the library's."""
         if self.failure is None or not isinstance(error, errors.PeerError):
             return error
         if self._raised:
@@ -128,7 +128,7 @@ class Kept:
         return self.failure
 
 
-class Callbacks(Kept):
+class Callbacks(FirstFailure):
     """The callbacks of a transport, kept as long as the library may call them, and the first exception of one."""
 
     def __init__(self, transport: Transport) -> None:

@@ -134,6 +134,9 @@ class Stream:
         assert event.recorded
         self.log.append(("wait", self.lane, event.recorded))
 
+    def synchronize(self) -> None:
+        pass
+
     def __enter__(self) -> None:
         self.log.append(("enter", self.lane, None))
 
@@ -147,6 +150,23 @@ class Event:
     def record(self, stream: Stream) -> None:
         self.recorded = object()
         stream.log.append(("record", stream.lane, self.recorded))
+
+
+class TimedEvent(Event):
+    """On a clock of its own, an hour ahead."""
+
+    def record(self, stream: Stream) -> None:
+        self.at = cpattn.clock() + 3600 * 10**9
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, later: TimedEvent) -> float:
+        return (later.at - self.at) / 1e6
+
+
+def sent(op: Any, number: int) -> int:
+    return sum(message.bytes for message in op.messages if message.peer != number)
 
 
 class Runs(unittest.TestCase):
@@ -322,7 +342,7 @@ class Runs(unittest.TestCase):
                 want = step(plan, number, rank, made)
                 log: list[tuple[str, Lane, Any]] = []
                 compute, communication = (Stream(lane, log) for lane in (Lane.COMPUTE, Lane.COMMUNICATION))
-                rank._streams = Streams(communication, Event, lambda: compute)
+                rank._streams = Streams(communication, Event, lambda: compute, Event)
                 rank._workspace.record_stream = lambda stream: None  # type: ignore[method-assign]
                 for a, b in zip(want, step(plan, number, rank, made), strict=True):
                     assert torch.equal(a, b)
@@ -334,6 +354,55 @@ class Runs(unittest.TestCase):
 
             with self.subTest(options=options):
                 on_all(group(4, MATH), job)
+
+    def test_recorded(self) -> None:
+        """Each operation once, in the order of its lane, with the bytes that it moved; at most as many as were wanted; and the same
+        results. On the CPU by the host's clock, and by events of two streams."""
+        for options in OPTIONS[:2]:
+            plan = plan_of(options)
+
+            def job(number: int, rank: Executor, plan: Plan = plan) -> list[Any]:
+                made = tensors(plan, number)
+                want = step(plan, number, rank, made)
+                ops = [op for program in rank._programs[plan].values() for op in program.schedule.ops]
+                expected = sorted((op.lane, op.name, op.phase, op.step, sent(op, number)) for op in ops)
+                taken = []
+                for on_streams in (False, True):
+                    if on_streams:
+                        log: list[tuple[str, Lane, Any]] = []
+                        compute, communication = (Stream(lane, log) for lane in (Lane.COMPUTE, Lane.COMMUNICATION))
+                        rank._streams = Streams(communication, Event, lambda: compute, TimedEvent)
+                        rank._workspace.record_stream = lambda stream: None  # type: ignore[method-assign]
+                    for capacity in (3, 1 << 10):
+                        rank.record(capacity)
+                        since = cpattn.clock()
+                        for a, b in zip(want, step(plan, number, rank, made), strict=True):
+                            assert torch.equal(a, b)
+                        until = cpattn.clock()
+                        assert rank._recording is not None
+                        events = rank._recording.take()
+                        assert all(event.start_ns <= event.end_ns for event in events)
+                        # The other clock is an hour ahead, and was compared.
+                        assert all(since - 10**9 < event.start_ns and event.end_ns < until + 10**9 for event in events)
+                        found = sorted((e.lane, e.name, e.phase, e.step, e.bytes) for e in events)
+                        assert len(found) == capacity if capacity == 3 else found == expected, (found, expected)
+                        for lane in Lane:
+                            starts = [event.start_ns for event in events if event.lane == lane]
+                            assert starts == sorted(starts)
+                    step(plan, number, rank, made)
+                    taken.append(rank.gather_trace())
+                rank.record(0)
+                step(plan, number, rank, made)
+                assert rank.gather_trace() == []
+                return [len(ops), taken]
+
+            with self.subTest(options=options):
+                results = on_all(group(4, MATH), job)
+                total = sum(count for count, _ in results)
+                for number, (_, taken) in enumerate(results):
+                    for events in taken:
+                        self.assertEqual(len(events), 0 if number else total)
+                        self.assertEqual({event.rank for event in events}, set() if number else set(range(4)))
 
     def test_refused_by_name(self) -> None:
         plan, rank = Plan(CU, HEADS, DIM, kv_heads=KV), group(1, MATH)[0]
@@ -433,11 +502,9 @@ class Runs(unittest.TestCase):
             self.assertEqual(names_of_rank, {name for name, (names, *_) in taken.items() if call in names.split()})
         with self.assertRaisesRegex(cpattn.Unsupported, "dropout is 0.1, 0 is needed; dropout_seed is 3"):
             rank.forward(Plan(CU, HEADS, DIM, kv_heads=KV, dropout=0.1), **of_forward, dropout_seed=3)
-        for trace, call in (("record", lambda: rank.record(8)), ("trace", rank.gather_trace)):
-            with self.assertRaisesRegex(
-                cpattn.Unsupported, f"{trace} is of cpattn's kernels, and kernels is 'math': use torch.profiler"
-            ):
-                call()
+        for capacity in (-1, 1.5, (1 << 24) + 1):
+            with self.assertRaisesRegex(cpattn.InvalidArgument, f"capacity is {capacity}"):
+                rank.record(capacity)  # type: ignore[arg-type]
 
     def test_a_stream_of_the_call(self) -> None:
         """Its operations are enqueued there, not on the current stream."""
@@ -455,7 +522,7 @@ class Runs(unittest.TestCase):
                 current.pop()
 
         usual, own, communication = (Own(lane, log) for lane in (Lane.COMPUTE, Lane.COMPUTE, Lane.COMMUNICATION))
-        rank._streams, current = Streams(communication, Event, lambda: current[-1]), [usual]
+        rank._streams, current = Streams(communication, Event, lambda: current[-1], Event), [usual]
         rank._workspace = torch.empty(plan.workspace(0, cpattn.Direction.FORWARD), dtype=torch.uint8)
         rank._room = lambda size: None  # type: ignore[method-assign]
         q, k, v = (tensors(plan, 0)[name] for name in "qkv")
@@ -494,7 +561,7 @@ class Runs(unittest.TestCase):
         plan, rank = Plan(CU, HEADS, DIM, kv_heads=KV), group(1, Noting())[0]
         log: list[tuple[str, Lane, Any]] = [("enter", Lane.COMPUTE, None)]
         compute, communication = (Stream(lane, log) for lane in (Lane.COMPUTE, Lane.COMMUNICATION))
-        rank._streams = Streams(communication, Event, lambda: compute)
+        rank._streams = Streams(communication, Event, lambda: compute, Event)
         for direction in cpattn.Direction:
             rank.prepare(plan, direction)
         self.assertEqual(made_on, [Lane.COMMUNICATION] * 2)
@@ -502,7 +569,7 @@ class Runs(unittest.TestCase):
     def test_a_capture_is_refused(self) -> None:
         """Before anything is compared or allocated; by the module of the device."""
         plan, rank = Plan(CU, HEADS, DIM, kv_heads=KV), group(1, MATH)[0]
-        rank._streams = Streams(None, Event, lambda: None)
+        rank._streams = Streams(None, Event, lambda: None, Event)
         module = types.SimpleNamespace(is_current_stream_capturing=lambda: True)
         with unittest.mock.patch("torch.get_device_module", lambda device: module):
             for call in (
@@ -684,7 +751,7 @@ class Runs(unittest.TestCase):
 
         rank = group(1, Broken())[0]
         compute, communication = (Stream(lane, log) for lane in (Lane.COMPUTE, Lane.COMMUNICATION))
-        rank._streams = Streams(communication, Event, lambda: compute)
+        rank._streams = Streams(communication, Event, lambda: compute, Event)
         rank._workspace.record_stream = lambda stream: None  # type: ignore[method-assign]
         rank._room = lambda size: None  # type: ignore[method-assign]
         rank._workspace = torch.empty(plan.workspace(0, cpattn.Direction.FORWARD), dtype=torch.uint8)

@@ -110,6 +110,7 @@ class Header(unittest.TestCase):
             ("LAYOUT_", options.Layout),
             ("CIRCULATE_", options.Circulate),
             ("GATHER_", options.Gather),
+            ("KEY_ROWS_", options.KeyRows),
             ("WIRE_", options.Wire),
             ("", options.Side),
             ("", options.Direction),

@@ -62,6 +62,7 @@ CHOICES = (
     "wire",
     "gather",
     "lse_base",
+    "form",
 )
 
 WRONG: dict[str, Any] = {
@@ -199,6 +200,9 @@ def rows() -> dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str]
         "Plan.schedule": (plan.schedule, {"rank": 0, "direction": "forward"}, {}),
         "Plan.all_to_all_schedule": (plan.all_to_all_schedule, {"rank": 0, "direction": "to_heads", "side": "q", "dim": 4, "dtype": "f32"}, {}),
         "Plan.combine_schedule": (plan.combine_schedule, {"rank": 0, "to": "all", "partial": "f32"}, {}),
+        "Plan.scan_schedule": (plan.scan_schedule, {"rank": 0, "heads": 3, "key_dim": 2, "value_dim": 4, "matrix": False, "reverse": False, "form": "auto", "dtype": "f32"},
+                               {"matrix": "truth", "reverse": "truth"}),
+        "Plan.segments": (plan.segments, {"rank": 0}, {}),
         "Plan.share": (plan.share, {"rank": 0}, {}),
         "Plan.workspace": (plan.workspace, {"rank": 0, "direction": "forward"}, {}),
         "Plan.tokens": (plan.tokens, {"side": "q", "rank": 0}, {}),
@@ -215,6 +219,8 @@ def rows() -> dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str]
         "Rank.to_tokens": (rank.to_tokens, exchanged, {"stream": "none", **called_from}),
         "Rank.combine": (rank.combine, {"plan": plan, "to": "all", "stream": None, "partial_o": q, "partial_lse": lse, "o": q.clone(), "lse": lse.clone(), "sinks": None, "lse_base": "natural"},
                          {"stream": "none", "sinks": "none"}),
+        "Rank.scan": (rank.scan, {"plan": plan, "decay": q[:1], "state": q[:1], "initial_state": q[:1].clone(), "matrix": False, "reverse": False, "form": "auto"},
+                      {"matrix": "truth", "reverse": "truth"}),
         "Rank.check_ring": (rank.check_ring, {"bytes": 8}, {}),
         "Rank.record": (rank.record, {"capacity": 8}, {}),
         "Rank.shift": (rank.shift, {"plan": plan, "by": 1, "fill": ids[:1], "rows": ids, "out": ids.clone()}, {"by": "negative"}),
@@ -254,7 +260,10 @@ def rows() -> dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str]
         "torch.Batch.halo_reads": (batch.halo_reads, {"taps": 2}, {}),
         "torch.Batch.reads": (batch.reads, {"side": "k", **window}, dict.fromkeys(window, "none")),
         "torch.Batch.labels": (batch.labels, {"ids": ids, "ignore": -100}, {"ignore": "negative truth"}),
+        "torch.Batch.top_keys": (batch.top_keys, {"q": q, "k": q[:, 0], "weights": q[:, :, 0], "top": 2, "scale": 1.0, "relu": True, "tile_bytes": 1 << 20, **window}, {
+            **dict.fromkeys(window, "none"), "weights": "none", "scale": "float negative huge", "relu": "truth", "tile_bytes": "huge", "top": "huge"}),
         "torch.Batch.own_heads": (batch.own_heads, {"side": "q", **of}, dict.fromkeys(of, "none")),
+        "torch.Batch.scan": (batch.scan, {"decay": q[:1], "state": q[:1], "matrix": False, "form": "auto"}, {"matrix": "truth"}),
         "torch.Batch.shard": (batch.shard, {"whole": ids, "side": "q"}, {}),
         "torch.Batch.shift": (batch.shift, {"rows": ids, "by": 1, "fill": 0}, {"by": "negative", "fill": "negative truth"}),
         "torch.Batch.to_heads": (batch.to_heads, {"x": q, "side": "q", **of}, dict.fromkeys(of, "none")),

@@ -16,11 +16,11 @@ import cpattn
 from cpattn.torch import Context
 
 
-def job(rank: int, world: int) -> object:
+def job(rank: int, world: int, kernels: str) -> object:
     # Clocks begin at different times, so that the comparison has a difference to find.
     time.sleep(0.3 * rank)
     cpattn.clock()
-    with_trace = Context(heads=4, head_dim=8, ring=world, ulysses=1, timeout=60)
+    with_trace = Context(heads=4, head_dim=8, ring=world, ulysses=1, timeout=60, kernels=kernels)
     batch = with_trace.batch([0, 30, 64])
     q = torch.ones(len(batch.tokens), 4, 8)
     batch.attention(q, q, q)
@@ -41,7 +41,13 @@ def job(rank: int, world: int) -> object:
 
 class Trace(unittest.TestCase):
     def test_one_clock(self) -> None:
-        (spans, rows), *others = run(job, 3)
+        """With the library's kernels, and with PyTorch's in the executor."""
+        for kernels in ("cpattn", "torch"):
+            with self.subTest(kernels=kernels):
+                self.of_kernels(kernels)
+
+    def of_kernels(self, kernels: str) -> None:
+        (spans, rows), *others = run(job, 3, kernels)
         self.assertTrue(all(not theirs for _, theirs in others))
         events = [cpattn.Event(*row) for row in rows]
         self.assertEqual({e.rank for e in events}, {0, 1, 2})

@@ -16,9 +16,11 @@
 
 use crate::element::Dtype;
 
+mod compose;
 mod dropout;
 mod range;
 
+pub use compose::Compose;
 pub(crate) use dropout::check_probability;
 pub use dropout::{Dropout, DropoutMask};
 #[cfg(feature = "std")]

@@ -3,6 +3,10 @@
 //!
 //! On the CPU a call returns when its work is done, and there is no stream. On a device it returns when its work is
 //! enqueued on the stream. Calls allocate nothing: call [`Kernels::reserve`] and [`Kernels::reserve_metadata`] before.
+//!
+//! This is not a [`VarlenKernel`](super::varlen::VarlenKernel), and neither replaces the other. A caller of [`Kernels`]
+//! runs a schedule itself, with our kernels: ranges and bands go in, and partial results in two words come out. A
+//! `VarlenKernel` is somebody else's, is called by our runtime, and knows rectangles of host memory alone.
 
 use std::format;
 

@@ -5,11 +5,13 @@
 //!
 //! - [`mod@reference`]: attention in f64, simple code that all other kernels are tested against;
 //! - [`cpu`]: the CPU's kernels; `cuda`: the CUDA backend (feature `cuda`);
-//! - `merge`, `merge_all`, `sinks`: partial results and the gradients of sinks, on the CPU;
+//! - `merge`, `merge_all`, `sinks`: partial results and the gradients of sinks, on the CPU; `compose`: states of a
+//!   scan;
 //! - [`varlen`]: kernels of others, in the place of ours;
 //! - [`Kernels`]: one type for both backends, for callers that choose at run time.
 
 mod check;
+pub(crate) mod compose;
 pub mod cpu;
 #[cfg(feature = "cuda")]
 pub mod cuda;

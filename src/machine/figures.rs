@@ -172,23 +172,34 @@ impl Machine {
     }
 
     /// The rate of a kernel. If the description does not have its shape: the rate of the nearest dims with the same
-    /// element type and direction. The second value is whether the description has the shape.
+    /// element type and direction. If it has no kernel of that type: one is derived from the type whose elements are
+    /// nearest in size. As the peak of vector and tensor units, the rate is inverse to the bytes of an element, so the
+    /// seconds of an edge grow with these bytes, and so do those of a row and a key, which are bytes of memory. The
+    /// shape of a rate is that of the line it was taken from. The second value is whether the description has the
+    /// shape.
     ///
     /// # Errors
-    /// [`Error::Invalid`] if no kernel has that element type and direction.
+    /// [`Error::Invalid`] if no kernel has that direction.
     pub fn kernel(&self, shape: KernelShape) -> Result<(KernelRate, bool)> {
-        let distance =
-            |k: &KernelRate| k.shape.head_dim.abs_diff(shape.head_dim) + k.shape.value_dim.abs_diff(shape.value_dim);
-        let fits = |k: &&KernelRate| (k.shape.dtype, k.shape.backward) == (shape.dtype, shape.backward);
-        match self.kernels.iter().filter(fits).min_by_key(|k| distance(k)) {
-            Some(k) => Ok((*k, distance(k) == 0)),
-            None => Err(Error::invalid(
+        let bits = |dtype: Dtype| dtype.size().ilog2();
+        let distance = |k: &KernelRate| {
+            let of_type = (k.shape.dtype != shape.dtype, bits(k.shape.dtype).abs_diff(bits(shape.dtype)));
+            let dims = k.shape.head_dim.abs_diff(shape.head_dim) + k.shape.value_dim.abs_diff(shape.value_dim);
+            (of_type, dims)
+        };
+        let Some(k) = self.kernels.iter().filter(|k| k.shape.backward == shape.backward).min_by_key(|k| distance(k))
+        else {
+            return Err(Error::invalid(
                 "machine",
-                format!("{} without a {} kernel of {}", self.name, direction(shape.backward), shape.dtype),
-                "one for the problem's element type and both directions",
+                format!("{} without a {} kernel", self.name, direction(shape.backward)),
+                "one for both directions",
             )
-            .hint("add the line kernel DTYPE HEAD_DIM/VALUE_DIM forward = rate … to the description, and one for backward")),
-        }
+            .hint("add the line kernel DTYPE HEAD_DIM/VALUE_DIM forward = rate … to the description, and one for backward"));
+        };
+        let bytes = shape.dtype.size() as f64 / k.shape.dtype.size() as f64;
+        let derived =
+            KernelRate { rate: k.rate / bytes, row: k.row * bytes, key: k.key * bytes, edge: k.edge * bytes, ..*k };
+        Ok((derived, k.shape == shape))
     }
 }
 

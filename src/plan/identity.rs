@@ -61,7 +61,8 @@ impl Inner {
         let options = &self.options;
         h.word(options.gather as u64 | u64::from(options.reproducible) << 4 | (options.wire as u64) << 5);
         h.word(self.form as u64 | (self.forward as u64) << 4);
-        h.word(options.passes as u64 | (options.circulate as u64) << 32 | (options.circulate_forward as u64) << 34);
+        let sides = (options.circulate as u64) << 32 | (options.circulate_forward as u64) << 34;
+        h.word(options.passes as u64 | sides | (options.key_rows as u64) << 36);
         let NodeRanks { ring, ulysses, ring_holders } = self.node_ranks;
         [ring, ulysses, ring_holders].into_iter().for_each(|ranks| h.word(ranks as u64));
         h.finish()

@@ -43,6 +43,15 @@ pub struct LocalTokens<'a> {
 }
 
 impl LocalTokens<'_> {
+    /// Their side.
+    pub(super) fn side(&self) -> Side {
+        self.side
+    }
+
+    pub(super) fn plan(&self) -> &Plan {
+        self.plan
+    }
+
     /// How many they are.
     #[expect(clippy::len_without_is_empty, reason = "no tokens are not a case of their own")]
     pub fn len(&self) -> usize {

@@ -30,6 +30,7 @@ pub(crate) mod local_tokens;
 mod nodes;
 pub(crate) mod options;
 pub(crate) mod problem;
+mod segments;
 
 mod sides;
 mod together;
@@ -50,9 +51,10 @@ pub use local_tokens::LocalTokens;
 pub use nodes::ranks_per_node;
 pub(crate) use nodes::{NodeRanks, crossing, ring_steps};
 pub(crate) use options::Options;
-pub use options::{Circulate, Gather, Wire};
+pub use options::{Circulate, Gather, KeyRows, Wire};
 pub use problem::AttentionKind;
 pub(crate) use problem::Problem;
+pub use segments::TokenSegment;
 use together::form_of;
 pub(crate) use together::{GATHERED, MANY_DOCUMENTS, MIN_KEYS_PER_STEP};
 
@@ -227,6 +229,11 @@ impl Plan {
         chosen.then(|| Self::over(self.problem(), self.mesh(), self.shares().clone(), options))
     }
 
+    /// Bytes of an element of a gradient as it is sent.
+    pub(crate) fn gradient_bytes(&self) -> usize {
+        if self.options().wire == Wire::Bf16 { 2 } else { self.problem().dtype().accumulator().size() }
+    }
+
     /// Whether a forward in which q circulates packs it first: if the option asks for it, or if the automatic choice
     /// sends q, which may then have any strides because the caller did not ask for it.
     pub(crate) fn packs_forward_queries(&self) -> bool {
@@ -238,8 +245,7 @@ impl Plan {
     pub(crate) fn bytes_per_circulating_token(&self) -> (u128, u128) {
         let p = self.problem();
         let e = p.dtype().size();
-        let a = p.dtype().accumulator().size();
-        let g = if self.options().wire == Wire::Bf16 { 2 } else { a };
+        let (a, g) = (p.dtype().accumulator().size(), self.gradient_bytes());
         let dims = p.head_dim() + p.value_dim();
         let k = p.kv_heads() * dims * (e + g);
         let q = p.heads() * (dims * e + p.head_dim() * g + 2 * a);

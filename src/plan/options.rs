@@ -44,6 +44,23 @@ impl From<bool> for Gather {
     }
 }
 
+/// Which rows of k and v move in a run over listed keys (`runtime::KeyIndices`); other runs do not read it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
+#[non_exhaustive]
+pub enum KeyRows {
+    /// Those of the two that are fewer bytes over all ranks, the numbers of the rows included. Ranks count both in each
+    /// run. A byte from another node counts [`Choice::INTER_NODE_FACTOR`](super::Choice::INTER_NODE_FACTOR) times where
+    /// the plan has nodes. On a rank with a lent workspace, or whose k and v are not compact, the rows that the mask
+    /// allows move.
+    #[default]
+    Auto,
+    /// The rows that lists name, each once to each ring rank whose tokens list it. They go straight from their owner to
+    /// the reader, also between nodes.
+    Listed,
+    /// The rows that the mask allows, as without lists.
+    Allowed,
+}
+
 /// The type in which partial gradients are sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 #[non_exhaustive]
@@ -100,6 +117,8 @@ pub struct Options {
     /// An automatic mesh keeps Ulysses inside a node, so with 1 it is a ring. It counts a byte from another node
     /// [`Choice::INTER_NODE_FACTOR`](super::Choice::INTER_NODE_FACTOR) times.
     pub ranks_per_node: usize,
+    /// Which rows of k and v move in runs over listed keys.
+    pub key_rows: KeyRows,
 }
 
 impl Default for Options {
@@ -113,6 +132,7 @@ impl Default for Options {
             reproducible: false,
             pack_inputs: false,
             ranks_per_node: 0,
+            key_rows: KeyRows::Auto,
         }
     }
 }
@@ -176,6 +196,13 @@ impl Options {
     #[must_use]
     pub fn ranks_per_node(mut self, ranks: usize) -> Self {
         self.ranks_per_node = ranks;
+        self
+    }
+
+    /// Sets [`Options::key_rows`].
+    #[must_use]
+    pub fn key_rows(mut self, rows: KeyRows) -> Self {
+        self.key_rows = rows;
         self
     }
 }

@@ -118,6 +118,7 @@ impl Options {
                 ("circulate_forward", format!("{:?}", o.circulate_forward)),
                 ("wire", format!("{:?}", o.wire)),
                 ("reproducible", o.reproducible.to_string()),
+                ("key_rows", format!("{:?}", o.key_rows)),
             ]
         };
         let differ = words(self).into_iter().zip(words(&Self::default())).filter(|(own, default)| own != default);

@@ -28,6 +28,7 @@ pub use groups::{GroupLimits, Groups, RankGroup, groups};
 use alloc::{string::String, vec, vec::Vec};
 
 use crate::{
+    element::Dtype,
     error::Result,
     layout::Layout,
     machine::Machine,
@@ -119,9 +120,12 @@ pub struct Outlook {
     pub world: usize,
     /// Seconds of one forward and one backward if work were even and nothing else took time.
     pub ideal: f64,
-    /// Whether the machine has rates for the kernels of exactly these dims; otherwise the nearest dims' rates were
-    /// used.
+    /// Whether the machine has rates for the kernels of exactly this type and these dims; otherwise the nearest
+    /// kernels' rates were used.
     pub exact_kernels: bool,
+    /// Where the machine has no kernels of the problem's type: that type, and the one that rates were derived from
+    /// ([`Machine::kernel`]).
+    pub derived_kernels: Option<(Dtype, Dtype)>,
     /// The machine's name.
     pub machine: String,
     /// Whether the machine's figures are estimates.
@@ -145,8 +149,8 @@ pub struct Outlook {
 /// [`Choice::LAYOUTS`](crate::plan::Choice::LAYOUTS).
 ///
 /// # Errors
-/// A problem that [`Problem::check`] refuses, a world of 0, and a machine without a kernel of the problem's element
-/// type, or with a field that no description has, such as a rate of 0.
+/// A problem that [`Problem::check`] refuses, a world of 0, and a machine without a kernel of one direction, or with a
+/// field that no description has, such as a rate of 0.
 pub fn meshes(problem: &Problem, world: usize, machine: &Machine, effort: Effort) -> Result<Outlook> {
     let mut outlook = outlook(problem, world, machine, forms(Options::new(), machine))?;
     if world <= effort.most_ranks {
@@ -206,6 +210,7 @@ fn outlook(problem: &Problem, world: usize, machine: &Machine, forms: [Options; 
         world,
         ideal: ideal / machine.ranks_at_once(world),
         exact_kernels: kernels.exact,
+        derived_kernels: Some((problem.dtype(), kernels.rates[0].shape.dtype)).filter(|(own, other)| own != other),
         machine: machine.name.clone(),
         estimate: machine.estimate,
         on_cores: machine.cores.is_some(),

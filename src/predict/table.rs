@@ -12,7 +12,13 @@ impl Outlook {
         let mut out = String::new();
         let kind = if self.estimate { "estimated figures" } else { "measured figures" };
         let _ = writeln!(out, "Predicted for {} ranks on {} ({kind}).", self.world, self.machine);
-        if !self.exact_kernels {
+        if let Some((own, other)) = self.derived_kernels {
+            let _ = writeln!(
+                out,
+                "The machine description has no kernel of {own}: the rates are derived from those of {other} and the nearest \
+                 dims, inverse to the bytes of an element."
+            );
+        } else if !self.exact_kernels {
             out.push_str(
                 "The machine description has no kernel of these dims: the rates are those of the nearest dims.\n",
             );

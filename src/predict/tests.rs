@@ -63,12 +63,42 @@ fn what_does_not_fit_comes_last() {
 }
 
 #[test]
-fn a_machine_without_the_kernel_is_refused() {
-    let p = Problem::new(Batch::from_lengths(&[64]).unwrap(), 2, 2, 16, Dtype::F64);
-    let text = alloc::string::ToString::to_string(&meshes(&p, 2, &h100(), Effort::default()).unwrap_err());
-    assert!(text.contains("without a forward kernel of f64"), "{text}");
-    let p = Problem::new(Batch::from_lengths(&[64]).unwrap(), 2, 2, 96, Dtype::Bf16);
-    assert!(!meshes(&p, 2, &h100(), Effort::default()).unwrap().exact_kernels);
+fn a_type_without_kernels_has_derived_rates_and_says_so() {
+    let mut machine = h100();
+    machine.kernels.retain(|k| k.shape.dtype == Dtype::Bf16);
+    let of = |dtype| Problem::new(Batch::from_lengths(&[64]).unwrap(), 2, 2, 16, dtype);
+    let outlook = meshes(&of(Dtype::F64), 2, &machine, Effort::default()).unwrap();
+    assert_eq!((outlook.exact_kernels, outlook.derived_kernels), (false, Some((Dtype::F64, Dtype::Bf16))));
+    assert!(outlook.to_markdown(1).contains("no kernel of f64: the rates are derived from those of bf16"));
+    let plan = Plan::builder(&of(Dtype::F64)).world(2).build_on(&machine).unwrap();
+    assert!(plan.explain().contains("derived from those of bf16"));
+    let own = meshes(&of(Dtype::Bf16), 2, &machine, Effort::default()).unwrap();
+    assert_eq!((own.exact_kernels, own.derived_kernels), (false, None));
+    assert!(own.to_markdown(1).contains("no kernel of these dims"));
+    machine.kernels.retain(|k| !k.shape.backward);
+    let text =
+        alloc::string::ToString::to_string(&meshes(&of(Dtype::F64), 2, &machine, Effort::default()).unwrap_err());
+    assert!(text.contains("without a backward kernel, expected"), "{text}");
+}
+
+/// Problems of every type and shape on every description: none is refused.
+#[test]
+fn every_type_has_a_plan_on_every_description() {
+    let machines = [
+        include_str!("../../machines/h100_8x400g.machine"),
+        include_str!("../../machines/h200_8x400g.machine"),
+        include_str!("../../machines/cpu_host.machine"),
+    ];
+    let mut draw = fastrand::Rng::with_seed(48);
+    for _ in 0..300 {
+        let machine = Machine::parse(machines[draw.usize(..machines.len())]).unwrap();
+        let lengths: Vec<usize> = (0..draw.usize(1..20)).map(|_| draw.usize(..3000)).collect();
+        let (kv, group, dim) = (draw.usize(1..5), draw.usize(1..5), 8 * draw.usize(1..32));
+        let dtype = [Dtype::F16, Dtype::Bf16, Dtype::F32, Dtype::F64][draw.usize(..4)];
+        let p = Problem::new(Batch::from_lengths(&lengths).unwrap(), kv * group, kv, dim, dtype);
+        let plan = Plan::builder(&p).world(draw.usize(1..33)).build_on(&machine).unwrap();
+        assert!(!plan.explain().contains("derived from"), "{} {dtype}", machine.name);
+    }
 }
 
 /// The fields are public: both models refuse each value that no description has, by name.

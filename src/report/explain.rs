@@ -22,7 +22,12 @@ use figures::{TextTable, grouped, spread};
 
 use super::Costs;
 use crate::plan::{AttentionKind, Plan};
-use crate::{batch::Side, error::Result, mesh::Mesh, schedule::Direction};
+use crate::{
+    batch::Side,
+    error::Result,
+    mesh::Mesh,
+    schedule::{Direction, Schedule},
+};
 
 /// Up to this many ranks of a group have a column of their own.
 const COLUMNS: usize = 8;
@@ -61,10 +66,11 @@ impl Plan {
         self.describe_mesh(&mut out);
         self.describe_layouts(&mut out);
         self.describe_holdings(&mut out);
-        self.describe_form(&mut out, &ranks);
-        for direction in [Direction::Forward, Direction::Backward] {
-            match self.costs_for(&ranks, direction) {
-                Ok(costs) => self.describe_direction(&mut out, &costs),
+        let costs = self.costs_for(&ranks);
+        self.describe_form(&mut out, &ranks, &costs);
+        for (direction, costs) in [Direction::Forward, Direction::Backward].into_iter().zip(&costs) {
+            match costs {
+                Ok(costs) => self.describe_direction(&mut out, costs),
                 Err(e) => {
                     let _ = writeln!(out, "\n{} has no schedule: {e}", name(direction));
                 }
@@ -101,9 +107,21 @@ impl Plan {
         if n <= COUNTED { (0..n).collect() } else { (0..SAMPLE).map(|i| i * (n - 1) / (SAMPLE - 1)).collect() }
     }
 
-    /// The costs of these ranks.
-    fn costs_for(&self, ranks: &[usize], direction: Direction) -> Result<Vec<Costs>> {
-        ranks.iter().map(|&r| self.costs(r, direction)).collect()
+    /// The costs of these ranks, forward and backward.
+    fn costs_for(&self, ranks: &[usize]) -> [Result<Vec<Costs>>; 2] {
+        let both = [Direction::Forward, Direction::Backward];
+        let (mut last, mut costs) = (None, [Vec::new(), Vec::new()]);
+        for &rank in ranks {
+            let Ok(schedules) = Schedule::both_after(self, rank, last.as_ref()) else {
+                // The errors of both directions.
+                return both.map(|direction| ranks.iter().map(|&r| self.costs(r, direction)).collect());
+            };
+            for (i, direction) in both.into_iter().enumerate() {
+                costs[i].push(self.costs_of(&schedules[i], direction));
+            }
+            last = Some(schedules);
+        }
+        costs.map(Ok)
     }
 
     fn describe(&self, out: &mut String) {

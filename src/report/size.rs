@@ -11,7 +11,7 @@ use crate::{
     call::Gradients,
     plan::Plan,
     report::bound::ShareSizes,
-    schedule::{AttendPart, Buf, BufferView, CirculatingSide, OpKind, Schedule, TensorId, expand::Expansion},
+    schedule::{AttendPart, Buf, BufferView, CirculatingSide, OpKind, Purpose, Schedule, TensorId, expand::Expansion},
 };
 
 /// The pairs and rows of one head of an attention call.
@@ -158,7 +158,13 @@ fn bytes(plan: &Plan, schedule: &Schedule, view: &BufferView) -> u64 {
             let b = &schedule.buffers[i as usize];
             u64::from(b.dim) * b.dtype.size() as u64
         }
-        Buf::User(tensor) => (tensor.dim(p) * tensor.dtype(p).size()) as u64,
+        Buf::User(tensor) => match (schedule.purpose, tensor) {
+            (Purpose::AllToAll(of), _) => u64::from(of.dim) * of.dtype.size() as u64,
+            (Purpose::Combine(of), TensorId::PartialO) => (tensor.dim(p) * of.partial.size()) as u64,
+            (Purpose::Scan(of), TensorId::Decay) => of.decay_dim() * of.dtype.size() as u64,
+            (Purpose::Scan(of), _) => of.state_dim() * of.dtype.size() as u64,
+            _ => (tensor.dim(p) * tensor.dtype(p).size()) as u64,
+        },
     };
     view.rows * u64::from(view.heads) * element
 }

@@ -12,6 +12,9 @@
 //! prepares, or forgets to make room for other schedules, does not change the list. Each group has its own list and its
 //! own count of runs, because replicas may run different numbers of batches between two runs of the whole world. (A
 //! rank on a device counts on the device: a replayed graph begins runs that the host does not see.)
+//!
+//! A kernel of the caller's may refuse a plan. It refuses by the plan and by what it honours alone, so ranks compare
+//! their kernels before the first run of attention of a group: then all of them refuse, or none, and nobody waits.
 
 use std::{collections::VecDeque, ops::Range, vec::Vec};
 
@@ -19,7 +22,7 @@ use super::{
     failure::{FirstFailure, described, watched},
     prepared::Prepared,
 };
-use crate::{error::Result, transport::Transport};
+use crate::{error::Result, kernel::varlen::KernelCalls, plan::Plan, schedule::Purpose, transport::Transport};
 
 /// How many fingerprints a group remembers.
 const REMEMBERED: usize = 64;
@@ -28,6 +31,8 @@ const REMEMBERED: usize = 64;
 #[derive(Debug, Default)]
 pub(super) struct Agreements {
     groups: Vec<GroupRuns>,
+    /// The groups whose ranks have the same kernel of the caller's.
+    kernels: Vec<Range<usize>>,
 }
 
 #[derive(Debug)]
@@ -44,6 +49,34 @@ impl Agreements {
             let agreed = VecDeque::with_capacity(REMEMBERED);
             self.groups.push(GroupRuns { ranks: ranks.clone(), runs: 0, agreed });
         }
+    }
+
+    /// Compares the kernel of the caller's, once for a group and before anything may refuse the run.
+    ///
+    /// # Errors
+    /// As [`Agreements::begin_run`].
+    pub(super) fn on_kernel(
+        &mut self,
+        kernel: &KernelCalls,
+        ranks: Range<usize>,
+        (plan, run): (&Plan, Purpose),
+        transport: &dyn Transport,
+        failure: &FirstFailure,
+    ) -> Result<()> {
+        if ranks.len() == 1 || self.kernels.contains(&ranks) {
+            return Ok(());
+        }
+        let name = run.name(plan);
+        watched(transport, failure, || {
+            transport.announce(Some(name));
+            let agreed = transport.agree(ranks.clone(), kernel.fingerprint());
+            transport.announce(None);
+            described(transport, agreed.map_err(|error| error.of_run(name)), || {
+                run.describe_with(plan, None, None) + ", " + &kernel.description()
+            })
+        })??;
+        self.kernels.push(ranks);
+        Ok(())
     }
 
     /// Begins a run of a prepared schedule on a rank that has not failed. Returns what ranks compare and the run's

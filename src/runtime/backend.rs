@@ -10,7 +10,7 @@ use std::{
     vec::Vec,
 };
 
-use super::{bind::Bindings, failure::FirstFailure, handle::AbortHandle};
+use super::{bind::Bindings, failure::FirstFailure, handle::AbortHandle, listed_rows::KeyRowBytes};
 #[cfg(feature = "cuda")]
 use crate::kernel::cuda::Cuda;
 use crate::{
@@ -68,6 +68,11 @@ pub(super) trait Backend: Send {
     }
 
     fn workspace_bytes(&mut self, plan: &Plan, run: Purpose) -> Result<u64>;
+
+    /// Bytes of the last run over listed keys in a ring.
+    fn key_row_bytes(&self) -> Option<KeyRowBytes> {
+        None
+    }
 
     /// # Safety
     /// As [`RankWorkspace::lend`](super::RankWorkspace::lend).

@@ -51,7 +51,7 @@ unsafe impl Sync for Bindings {}
 /// The places of a run's tensors.
 const PLACES: usize = TensorId::MaxLogit as usize + 1;
 
-/// The place of a tensor. Those of an all-to-all and of a combine have places of attention's: no run has both, and what
+/// The place of a tensor. Those of other runs have places of attention's: no run has both, and what
 /// kernels get of a run's tensors is as long as the tensors of attention.
 pub(super) const fn place_of(tensor: TensorId) -> usize {
     match tensor {
@@ -59,6 +59,9 @@ pub(super) const fn place_of(tensor: TensorId) -> usize {
         TensorId::OwnHeads => TensorId::O as usize,
         TensorId::PartialO => TensorId::Q as usize,
         TensorId::PartialLse => TensorId::K as usize,
+        TensorId::Decay => TensorId::Q as usize,
+        TensorId::State => TensorId::K as usize,
+        TensorId::InitialState => TensorId::O as usize,
         of_attention => of_attention as usize,
     }
 }
@@ -199,7 +202,7 @@ impl Bindings {
             }
             let innermost = match expected.run {
                 Purpose::Attention(_) | Purpose::Combine(_) => "head_dim",
-                Purpose::AllToAll(_) => "dim",
+                Purpose::AllToAll(_) | Purpose::Scan(_) => "dim",
             };
             let shape = self.shape_of(tensor, raw, shape);
             expect(name, raw, dtype, shape, innermost).map_err(|error| {
@@ -259,6 +262,7 @@ impl ExpectedTensors {
             // Also if the rank keeps all heads and sends none, so that a test on one rank already finds the error.
             Purpose::AllToAll(_) => std::vec![TensorId::OwnHeads],
             Purpose::Combine(_) => Vec::new(),
+            Purpose::Scan(_) => std::vec![TensorId::Decay, TensorId::State],
         };
         let attention = matches!(run, Purpose::Attention(_));
         let dropout = attention && plan.problem().dropout().is_some();
@@ -302,6 +306,7 @@ impl ExpectedTensors {
                 "every rank gives its part of all q tokens of the plan; lse is [heads, tokens] in C and Python"
             }
             Purpose::Combine(_) => "a rank gets what the plan's combined share says: all rows, or some heads or tokens",
+            Purpose::Scan(_) => "a scan has a row for each of the rank's segments: LocalTokens::segments lists them",
             Purpose::AllToAll(_) if tensor == TensorId::OwnHeads => {
                 "between the all-to-alls a rank has all tokens of its ring share: the sum of those of its Ulysses ranks"
             }
@@ -314,7 +319,7 @@ impl ExpectedTensors {
     fn compact_hint(&self) -> &'static str {
         match self.run {
             Purpose::Attention(_) => "plan with pack_inputs, which packs it first",
-            Purpose::AllToAll(_) | Purpose::Combine(_) => "give a compact tensor",
+            Purpose::AllToAll(_) | Purpose::Combine(_) | Purpose::Scan(_) => "give a compact tensor",
         }
     }
 }

@@ -10,7 +10,7 @@ use super::{
     lse_base::LseBase,
     operands::{InputTensor, OutputTensor},
     rank::Rank,
-    tensors::TypedTensors,
+    tensors::{TypedTensors, options},
 };
 use crate::{
     call::RawStream,
@@ -47,31 +47,9 @@ impl<'a, T: Element> CombineTensors<'a, T> {
             .with(TensorId::Lse, lse);
         Self { tensors, memory: PhantomData }
     }
-
-    /// One logit for each q head of the problem, when it has sinks; `[heads, n]` with several.
-    #[must_use]
-    pub fn sinks(mut self, sinks: impl InputTensor<'a, Element = f32>) -> Self {
-        self.tensors = self.tensors.with(TensorId::Sinks, sinks);
-        self
-    }
-
-    /// The base of partial_lse and of lse: natural, unless it is given. Each rank by itself.
-    #[must_use]
-    pub fn lse_base(mut self, base: LseBase) -> Self {
-        self.tensors.bindings = self.tensors.bindings.with_lse_base(base);
-        self
-    }
-
-    /// As [`Forward::on`](crate::Forward::on).
-    ///
-    /// # Safety
-    /// As [`Forward::on`](crate::Forward::on).
-    #[must_use]
-    pub unsafe fn on(mut self, stream: RawStream) -> Self {
-        self.tensors.bindings = self.tensors.bindings.on(stream);
-        self
-    }
 }
+
+options!(CombineTensors: sinks, lse_base, on);
 
 impl Rank {
     /// Merges partial results of the same queries over the ring of the plan's mesh, whichever kernels made them. Each

@@ -10,10 +10,11 @@ use super::{
     prepared::Prepared,
 };
 use crate::{
-    call::{Attend, AttendBackward, Delta, Merge, MergeAll, RawTensor, SinkGradient, Transform},
+    call::{Attend, AttendBackward, Compose, Delta, Merge, MergeAll, RawTensor, SinkGradient, Transform},
     element::Dtype,
     error::Result,
     kernel::{
+        compose,
         cpu::{
             self,
             listed::{self, KeyLists, ListScratch},
@@ -41,7 +42,7 @@ pub(super) unsafe fn run(
     transport: &dyn Transport,
     prepared: &mut Prepared,
     memory: &BufferAddresses,
-    keys: KeyRows<'_>,
+    keys: CallKeys<'_>,
     scratch: &mut cpu::Scratch,
     own: Option<&mut KernelCalls>,
 ) -> Result<()> {
@@ -114,7 +115,7 @@ unsafe fn perform_lane(
 }
 
 /// Which rows of k and v the kernels read.
-pub(super) enum KeyRows<'a> {
+pub(super) enum CallKeys<'a> {
     /// Those of the ranges.
     Own,
     /// Those that a table names: k and v lie in pages.
@@ -134,13 +135,13 @@ struct OwnKernel<'a> {
 /// Calls the CPU kernels and the transport for one lane. Only the compute lane has kernels: tiles for attention, and a
 /// kernel of the caller's.
 struct HostOperations<'a> {
-    kernels: Option<(&'a mut cpu::Scratch, KeyRows<'a>)>,
+    kernels: Option<(&'a mut cpu::Scratch, CallKeys<'a>)>,
     own: Option<OwnKernel<'a>>,
     transport: &'a dyn Transport,
 }
 
 impl<'a> HostOperations<'a> {
-    fn kernels(&mut self) -> &mut (&'a mut cpu::Scratch, KeyRows<'a>) {
+    fn kernels(&mut self) -> &mut (&'a mut cpu::Scratch, CallKeys<'a>) {
         self.kernels.as_mut().expect("planning puts attention on the compute lane")
     }
 }
@@ -164,9 +165,9 @@ impl Operations for HostOperations<'_> {
         // `Operations`. The rows of a table are those of k and v (`FoundRows::list`).
         unsafe {
             match keys {
-                KeyRows::Own => cpu::attend(args, scratch),
-                KeyRows::Paged(table) => cpu::attend_through(args, table, scratch),
-                KeyRows::Listed(lists, room) => listed::attend_listed(args, lists, room, scratch),
+                CallKeys::Own => cpu::attend(args, scratch),
+                CallKeys::Paged(table) => cpu::attend_through(args, table, scratch),
+                CallKeys::Listed(lists, room) => listed::attend_listed(args, lists, room, scratch),
             }
         }
     }
@@ -182,8 +183,8 @@ impl Operations for HostOperations<'_> {
         // `Operations`. k and v in pages have no backward (`check_supported`).
         unsafe {
             match keys {
-                KeyRows::Own | KeyRows::Paged(_) => cpu::attend_backward(args, scratch),
-                KeyRows::Listed(lists, room) => listed::attend_backward_listed(args, lists, room, scratch),
+                CallKeys::Own | CallKeys::Paged(_) => cpu::attend_backward(args, scratch),
+                CallKeys::Listed(lists, room) => listed::attend_backward_listed(args, lists, room, scratch),
             }
         }
     }
@@ -214,6 +215,12 @@ impl Operations for HostOperations<'_> {
         // SAFETY: the tensors are valid host memory that nothing else uses during the call: the promise of
         // `Operations`.
         unsafe { merge_all::merge_all(args) }
+    }
+
+    unsafe fn compose(&mut self, args: &Compose<'_>) -> Result<()> {
+        // SAFETY: the tensors are valid host memory that nothing else uses during the call: the promise of
+        // `Operations`.
+        unsafe { compose::compose(args) }
     }
 
     unsafe fn delta(&mut self, args: &Delta) -> Result<()> {

@@ -4,7 +4,7 @@
 //! The calling thread is the compute lane, a thread of the rank is the communication lane ([`lanes`](super::lanes)). A
 //! run returns when it is complete.
 
-use std::{boxed::Box, sync::Arc, time::Instant, vec::Vec};
+use std::{boxed::Box, collections::VecDeque, sync::Arc, time::Instant, vec::Vec};
 
 use super::{
     agreement::Agreements,
@@ -13,10 +13,11 @@ use super::{
     failure::{FirstFailure, abort_on_unwind, watched},
     found_rows::{FoundRows, check_supported},
     handle::AbortHandle,
-    host::{self, KeyRows},
+    host::{self, CallKeys},
     key_lists::{self, RankLists},
     keys::RawKeys,
     lanes::LaneThreads,
+    listed_rows::{KeyRowBytes, ListedRun, ListedRuns},
     natural_lse::{self, NaturalLse},
     ops::BufferAddresses,
     prepared::{Entry, PlanCache, Prepared},
@@ -27,13 +28,14 @@ use crate::{
     device::Device,
     error::Result,
     kernel::{
-        cpu, no_sm_margin, no_stream,
+        cpu::{self, has_kernels},
+        no_sm_margin, no_stream,
         varlen::{KernelCalls, VarlenKernel},
     },
     plan::Plan,
     report::trace,
     schedule::{
-        Purpose,
+        Direction, Purpose,
         run_trait::{RunTrait, refuse_clashes},
     },
     transport::{
@@ -54,6 +56,9 @@ pub(super) struct HostRank {
     failure: FirstFailure,
     found_rows: FoundRows,
     lists: RankLists,
+    listed: ListedRuns,
+    /// Plans of runs over lists where those are others than the caller's: the caller's, the direction, the run's.
+    listed_plans: VecDeque<(Plan, Direction, Option<Plan>)>,
     natural_lse: NaturalLse,
     /// A kernel of the caller's for attention.
     kernel: Option<KernelCalls>,
@@ -78,6 +83,8 @@ impl HostRank {
             failure: FirstFailure::default(),
             found_rows: FoundRows::default(),
             lists: RankLists::default(),
+            listed: ListedRuns::default(),
+            listed_plans: VecDeque::new(),
             natural_lse: NaturalLse::default(),
             kernel: None,
         }
@@ -94,6 +101,9 @@ impl HostRank {
     /// # Errors
     /// Those of planning; an instruction set that the CPU lacks, so that no run begins with it.
     fn find_or_prepare(&mut self, plan: &Plan, run: Purpose) -> Result<usize> {
+        if let Purpose::Attention(_) = run {
+            has_kernels()?;
+        }
         self.scratch.isa()?;
         if let Some(i) = self.prepared.reuse(plan, run, false) {
             return Ok(i);
@@ -121,17 +131,38 @@ impl HostRank {
 
     /// The workspace of a prepared run. The rank's own memory grows to the size that the run needs.
     fn work_at(&mut self, at: usize) -> Result<*mut u8> {
-        let needed = self.prepared[at].schedule.workspace;
-        if self.workspace.is_short(needed) {
-            // Freed first, so that the rank never holds both.
-            let held = self.workspace.take_own().map_or(0, |own| own.bytes() as u64);
-            // A sequence that grows needs a little more memory in each step, and new memory costs more than planning.
-            // So allocate spare memory, except after a large step, such as from a forward to its backward.
-            let room = if held >= needed - needed / 4 { needed.saturating_add(needed / 4) } else { needed };
-            self.workspace.set_own(HostMemory::new(room).or_else(|_| HostMemory::new(needed))?);
-        }
-        self.workspace.at(needed)
+        grown(&mut self.workspace, self.prepared[at].schedule.workspace)
     }
+
+    /// The plan of a run over lists, if it is another than the caller's. The last ones are kept.
+    fn listed_plan(&mut self, plan: &Plan, direction: Direction) -> Option<Plan> {
+        let known = self.listed_plans.iter().find(|(base, of, _)| *of == direction && base == plan);
+        if let Some((.., derived)) = known {
+            return derived.clone();
+        }
+        let derived = plan.for_listed_keys(direction);
+        if self.listed_plans.len() == LISTED_PLANS {
+            self.listed_plans.pop_front();
+        }
+        self.listed_plans.push_back((plan.clone(), direction, derived.clone()));
+        derived
+    }
+}
+
+/// Plans of runs over lists that a rank keeps.
+const LISTED_PLANS: usize = 8;
+
+/// The workspace, for a schedule that needs so many bytes; the rank's own grows.
+fn grown(workspace: &mut Workspace<HostMemory>, needed: u64) -> Result<*mut u8> {
+    if workspace.is_short(needed) {
+        // Freed first, so that the rank never holds both.
+        let before = workspace.take_own().map_or(0, |own| own.bytes() as u64);
+        // A sequence that grows needs a little more memory in each step, and new memory costs more than planning.
+        // So allocate spare memory, except after a large step, such as from a forward to its backward.
+        let room = if before >= needed - needed / 4 { needed.saturating_add(needed / 4) } else { needed };
+        workspace.set_own(HostMemory::new(room).or_else(|_| HostMemory::new(needed))?);
+    }
+    workspace.at(needed)
 }
 
 impl Backend for HostRank {
@@ -188,6 +219,10 @@ impl Backend for HostRank {
         Ok(())
     }
 
+    fn key_row_bytes(&self) -> Option<KeyRowBytes> {
+        self.listed.bytes()
+    }
+
     fn take_workspace_back(&mut self) -> Result<()> {
         self.workspace.take_back();
         Ok(())
@@ -203,12 +238,20 @@ impl Backend for HostRank {
     unsafe fn run(&mut self, plan: &Plan, run: Purpose, tensors: &Bindings) -> Result<()> {
         no_stream(tensors.stream)?;
         self.lanes.check_process()?;
+        if let (Some(kernel), Purpose::Attention(_)) = (&self.kernel, run)
+            && plan.fits_world(self.transport.world()).is_ok()
+        {
+            self.failure.check(&*self.transport)?;
+            let ranks = plan.mesh().group_of(self.transport.rank());
+            self.agreements.on_kernel(kernel, ranks, (plan, run), &*self.transport, &self.failure)?;
+        }
         let own_kernel = self.kernel.is_some().then_some(RunTrait::OwnKernel);
         let [keys, base, max_logit] = tensors.traits();
         refuse_clashes(plan, run, &[keys, base, max_logit, own_kernel])?;
         // The lists stay with their tokens, so k and v come to them wherever the plan leaves the choice to itself.
+        let base = plan;
         let listed = match (tensors.key_indices(), run) {
-            (Some(_), Purpose::Attention(direction)) => plan.for_listed_keys(direction),
+            (Some(_), Purpose::Attention(direction)) => self.listed_plan(plan, direction),
             _ => None,
         };
         let plan = listed.as_ref().unwrap_or(plan);
@@ -243,15 +286,14 @@ impl Backend for HostRank {
         let prepared = &mut self.prepared[at];
         prepared.dropout_seed = tensors.dropout_seed();
         prepared.key_indices = tensors.key_indices().map(|given| given.shape());
-        if let Some((fingerprint, run)) = self.agreements.begin_run(prepared, &*self.transport, &self.failure)? {
-            prepared.communication.begin(fingerprint);
-            prepared.communication.tags.begin(fingerprint, run, prepared.dropout_seed, prepared.key_indices);
-        }
+        let begun = self.agreements.begin_run(prepared, &*self.transport, &self.failure)?;
+        prepared.begin(begun);
         // SAFETY: the caller's tensors fit the plan (checked above) and are valid (the contract of this function).
         let natural = unsafe { self.natural_lse.read(run, tensors) };
-        let (memory, run_name) = (BufferAddresses { tensors: natural, workspace }, prepared.communication.run());
+        let run_name = prepared.communication.run();
         let transport = &*self.transport;
         let outcome: Result<()> = abort_on_unwind(transport, &self.failure, || {
+            let (mut prepared, mut workspace) = (&mut *prepared, workspace);
             let keys = match tensors.keys {
                 RawKeys::Listed(given) => {
                     // SAFETY: the lists are valid (promised to `Bindings::with_keys`), and were checked above.
@@ -260,13 +302,43 @@ impl Backend for HostRank {
                     watched(transport, &self.failure, || exchanged)?;
                     // SAFETY: the lists are valid (promised to `Bindings::with_keys`).
                     let (lists, scratch) = unsafe { self.lists.of_calls(plan, transport.rank(), given) };
-                    KeyRows::Listed(lists, scratch)
+                    if let Purpose::Attention(direction) = run {
+                        let lent = self.workspace.is_lent();
+                        let allowed = &prepared.schedule;
+                        let of_run = ListedRun {
+                            base,
+                            plan,
+                            direction,
+                            name: run_name,
+                            allowed,
+                            tensors,
+                            lent,
+                            begun,
+                            shape: prepared.key_indices,
+                            seed: prepared.dropout_seed,
+                        };
+                        let chosen = watched(transport, &self.failure, || {
+                            let Some(listed) = self.listed.choose(&of_run, &lists, transport)? else { return Ok(None) };
+                            let needed = listed.schedule.workspace;
+                            let place = grown(&mut self.workspace, needed)?;
+                            let used = listed.expected.used(tensors).map(|(_, name, raw)| (name, *raw));
+                            self.workspace.check_disjoint(needed, used)?;
+                            Ok(Some((listed, place)))
+                        })?;
+                        if let Some((listed, place)) = chosen {
+                            (listed.dropout_seed, listed.key_indices) = (prepared.dropout_seed, prepared.key_indices);
+                            listed.begin(begun);
+                            (prepared, workspace) = (listed, place);
+                        }
+                    }
+                    CallKeys::Listed(lists, scratch)
                 }
-                RawKeys::Pages(_) => KeyRows::Paged(self.found_rows.rows()),
-                RawKeys::All => KeyRows::Own,
+                RawKeys::Pages(_) => CallKeys::Paged(self.found_rows.rows()),
+                RawKeys::All => CallKeys::Own,
             };
+            let memory = BufferAddresses { tensors: natural, workspace };
             // SAFETY: the caller's tensors fit the plan (checked above), are valid and used by nothing else during the
-            // call (the contract of this function); the workspace is as large as the schedule needs (`work_at`).
+            // call (the contract of this function); the workspace is as large as the schedule needs (`grown`).
             unsafe {
                 host::run(
                     &mut self.lanes,
@@ -281,6 +353,7 @@ impl Backend for HostRank {
             }
             Ok(())
         });
+        let prepared = &self.prepared[at];
         outcome
             .map_err(|error| error.of_run(prepared.run.name(&prepared.plan)).described(|| prepared.describe()))
             .inspect_err(|e| self.failure.keep(e))

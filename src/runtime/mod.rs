@@ -8,10 +8,10 @@
 //! communication lane is a thread of the rank; on a device both lanes are streams.
 //!
 //! - `rank`: the rank; `tensors`: its typed calls, of the views that `operands` lists; `keys`: the keys of such a call;
-//!   `lse_base` and `natural_lse`: the base of its lse;
-//!   `combine` and `all_to_all`: these runs as calls; `rank_workspace`: its memory as a caller sees it; `handle`: the
-//!   calls that other threads may make;
+//!   `lse_base` and `natural_lse`: the base of its lse; `combine`, `scan` and `all_to_all`: these runs as calls;
+//!   `rank_workspace`: its memory as a caller sees it; `handle`: the calls that other threads may make;
 //! - `bind`: checks the caller's tensors; `found_rows` and `key_lists`: the tables of pages and the lists of keys;
+//!   `listed_rows`: runs that move only the rows that lists name;
 //!   `prepared`: a plan as a rank keeps it; `run`: how a run of each purpose is named and compared;
 //! - `ring`: the check of the links between ranks; `collective`: other calls of all ranks between runs: `trace`, the
 //!   trace of a group, and `shift`, labels and the like;
@@ -43,6 +43,7 @@ mod lanes;
 #[cfg(cpattn_loom)]
 #[allow(missing_debug_implementations, reason = "public for the models of .ci/loom alone")]
 pub mod lanes;
+mod listed_rows;
 mod lse_base;
 mod natural_lse;
 mod operands;
@@ -52,6 +53,7 @@ pub(crate) mod rank;
 mod rank_workspace;
 mod ring;
 mod run;
+mod scan;
 mod shift;
 mod tags;
 pub(crate) mod tensors;
@@ -63,8 +65,10 @@ pub use bind::Bindings;
 pub use combine::CombineTensors;
 pub use handle::AbortHandle;
 pub use keys::{BlockTable, KeyIndices, Keys, Pages};
+pub use listed_rows::KeyRowBytes;
 pub use lse_base::LseBase;
 pub use operands::{InputTensor, OutputTensor};
 pub use rank_workspace::RankWorkspace;
+pub use scan::ScanTensors;
 pub use shift::{ShiftedRows, SliceRows};
 pub use trace::RankTrace;

@@ -10,11 +10,14 @@ use super::{bind::Bindings, tags::Tags};
 use crate::{
     batch::{Batch, Side},
     call::{
-        Attend, AttendBackward, Block, Delta, Dropout, DropoutMask, Merge, MergeAll, RawTensor, SinkGradient, Transform,
+        Attend, AttendBackward, Block, Compose, Delta, Dropout, DropoutMask, Merge, MergeAll, RawTensor, SinkGradient,
+        Transform,
     },
     error::{Error, Result, RunName},
     plan::Plan,
-    schedule::{AttendOp, BackwardOp, Buf, BufferView, OpKind, Schedule, TensorId, expand::Expansion},
+    schedule::{
+        AttendOp, BackwardOp, Buf, BufferView, Decay, OpKind, Purpose, Scan, Schedule, TensorId, expand::Expansion,
+    },
     transport::{Label, Message},
 };
 
@@ -47,6 +50,11 @@ pub(super) trait Operations {
     /// # Safety
     /// As [`Operations::attend`].
     unsafe fn merge_all(&mut self, args: &MergeAll<'_>) -> Result<()>;
+    /// See [`Compose`].
+    ///
+    /// # Safety
+    /// As [`Operations::attend`].
+    unsafe fn compose(&mut self, args: &Compose<'_>) -> Result<()>;
     /// See [`Delta`].
     ///
     /// # Safety
@@ -245,6 +253,21 @@ pub(super) unsafe fn perform(
                 // proved of this schedule by `verify::one_rank`.
                 unsafe { backend.transform(&Transform { blocks, sources }) }
             })?;
+        }
+        OpKind::Compose { begin, end } => {
+            let Listing { blocks, sources, .. } = listing;
+            blocks.clear();
+            sources.clear();
+            for b in &schedule.blocks[*begin as usize..*end as usize] {
+                let begin = sources.len() as u32;
+                let from = &schedule.sources[b.sources_begin as usize..b.sources_end as usize];
+                sources.extend(from.iter().map(|&v| at(v)));
+                blocks.push(Block { dst: at(b.dst), sources_begin: begin, sources_end: sources.len() as u32 });
+            }
+            let matrix = matches!(schedule.purpose, Purpose::Scan(Scan { decay: Decay::Matrix, .. }));
+            // SAFETY: the slices lie in memory that is valid and that no other operation touches now: promised, and
+            // proved of this schedule by `verify::one_rank`.
+            unsafe { backend.compose(&Compose { blocks, sources, matrix }) }?;
         }
         OpKind::Merge(_) => {
             listing.expansion.blocks(schedule, op, |list, from| {

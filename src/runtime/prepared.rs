@@ -59,7 +59,11 @@ pub(super) struct Prepared {
 
 impl Prepared {
     pub(super) fn new(plan: &Plan, rank: usize, run: Purpose) -> Result<Self> {
-        let schedule = run.schedule(plan, rank)?;
+        Self::of_schedule(plan, run, Schedule::of(plan, rank, run)?)
+    }
+
+    /// The same of a schedule that was made elsewhere.
+    pub(super) fn of_schedule(plan: &Plan, run: Purpose, schedule: Schedule) -> Result<Self> {
         let expected = ExpectedTensors::new(plan, run, &schedule);
         one_rank::check(&schedule, &expected.forms, &mut Expansion::new(&schedule))?;
         Ok(Self {
@@ -110,6 +114,14 @@ impl Prepared {
             [fingerprint, seed].into_iter().for_each(|word| h.word(word));
             h.finish()
         })
+    }
+
+    /// Begins a run with the number that ranks compare, and the number of the run; without, the rank runs alone.
+    pub(super) fn begin(&mut self, begun: Option<(u64, u64)>) {
+        if let Some((fingerprint, run)) = begun {
+            self.communication.begin(fingerprint);
+            self.communication.tags.begin(fingerprint, run, self.dropout_seed, self.key_indices);
+        }
     }
 
     /// The run in words, for a disagreement.

@@ -10,7 +10,8 @@ use std::{boxed::Box, sync::Arc, vec::Vec};
 #[cfg(feature = "cuda")]
 use super::device::DeviceRank;
 use super::{
-    backend::Backend, bind::Bindings, handle::AbortHandle, host_rank::HostRank, rank_workspace::RankWorkspace,
+    backend::Backend, bind::Bindings, handle::AbortHandle, host_rank::HostRank, listed_rows::KeyRowBytes,
+    rank_workspace::RankWorkspace,
 };
 use crate::{
     device::Device,
@@ -209,13 +210,21 @@ impl Rank {
         self.backend.synchronize()
     }
 
+    /// Bytes that the rows of k and v, and their gradients, took in the last run over listed keys
+    /// ([`Keys::Listed`](super::Keys::Listed)): of all ranks together, the numbers of listed rows included. `None`
+    /// before such a run, after one without a ring, and after one with
+    /// [`KeyRows::Allowed`](crate::plan::KeyRows::Allowed), where ranks count nothing.
+    pub fn key_row_bytes(&self) -> Option<KeyRowBytes> {
+        self.backend.key_row_bytes()
+    }
+
     /// The memory that its runs work in: its own, or lent by the caller.
     pub fn workspace(&mut self) -> RankWorkspace<'_> {
         RankWorkspace::new(&mut *self.backend)
     }
 
-    /// Allocates, loads and uploads everything that a run of `plan` needs, for a direction of attention, or an
-    /// all-to-all ([`AllToAll::both`](crate::schedule::AllToAll::both)) or a combine: the schedule, the workspace, the
+    /// Allocates, loads and uploads everything that a run of `plan` needs, for a direction of attention, an all-to-all
+    /// ([`AllToAll::both`](crate::schedule::AllToAll::both)), a combine or a scan: the schedule, the workspace, the
     /// kernels' tiles and the communication lane's thread; on a device kernels, scheduler metadata and events. Required
     /// before a run that is captured into a CUDA graph, otherwise optional: the first run of a plan does it.
     ///

@@ -5,24 +5,12 @@ use std::{format, string::String};
 
 use crate::{
     batch::Side,
-    error::{Result, RunKind, RunName},
-    plan::Plan,
-    schedule::{AllToAll, AllToAllDirection, Combine, Direction, Purpose, Schedule},
+    error::{RunKind, RunName},
+    plan::{Fingerprint, Plan},
+    schedule::{AllToAll, AllToAllDirection, Combine, Direction, Purpose, Scan},
 };
 
 impl Purpose {
-    /// The schedule of such a run on one rank.
-    ///
-    /// # Errors
-    /// Those of planning: a rank outside the mesh; tensors without an innermost dimension.
-    pub(super) fn schedule(self, plan: &Plan, rank: usize) -> Result<Schedule> {
-        match self {
-            Self::Attention(direction) => Schedule::new(plan, rank, direction),
-            Self::AllToAll(all_to_all) => Schedule::all_to_all(plan, rank, all_to_all),
-            Self::Combine(combine) => Schedule::combine(plan, rank, combine),
-        }
-    }
-
     /// How errors name such a run.
     pub(super) fn name(self, plan: &Plan) -> RunName {
         let kind = match self {
@@ -31,6 +19,7 @@ impl Purpose {
             Self::AllToAll(AllToAll { direction: AllToAllDirection::ToHeads, .. }) => RunKind::ToHeads,
             Self::AllToAll(AllToAll { direction: AllToAllDirection::ToTokens, .. }) => RunKind::ToTokens,
             Self::Combine(_) => RunKind::Combine,
+            Self::Scan(_) => RunKind::Scan,
         };
         RunName::new(kind, plan.fingerprint())
     }
@@ -44,6 +33,12 @@ impl Purpose {
                 2 | (way as u64) << 2 | (side as u64) << 3 | (dtype as u64) << 4 | u64::from(dim) << 8
             }
             Self::Combine(Combine { to, partial }) => 3 | (to as u64) << 2 | (partial as u64) << 4,
+            Self::Scan(Scan { decay, heads, key_dim, value_dim, dtype, reverse, form }) => {
+                let mut h = Fingerprint::new();
+                [heads, key_dim, value_dim].into_iter().for_each(|n| h.word(n.into()));
+                [decay as u64, dtype as u64, reverse.into(), form as u64].into_iter().for_each(|n| h.word(n));
+                h.finish()
+            }
         };
         plan.fingerprint() ^ salt.wrapping_mul(0x9e37_79b9_7f4a_7c15)
     }
@@ -61,17 +56,27 @@ impl Purpose {
     }
 
     /// A run in words: direction, tokens, heads, mesh, layout; then all else that ranks compare. An all-to-all has a
-    /// dim and an element type of its own, and the tokens and heads of its side.
+    /// dim and an element type of its own, and the tokens and heads of its side; a scan has heads of its own too.
     pub(super) fn describe(self, plan: &Plan) -> String {
         let p = plan.problem();
         let (side, dim, dtype) = match self {
             Self::Attention(_) => (Side::Q, p.head_dim(), p.dtype()),
             Self::AllToAll(AllToAll { side, dim, dtype, .. }) => (side, dim as usize, dtype),
             Self::Combine(of) => (Side::Q, p.value_dim(), of.partial),
+            Self::Scan(of) => (Side::Q, of.state_dim() as usize, of.dtype),
         };
-        let (tokens, heads) = match side {
-            Side::Q => (p.batch().tokens(side), p.heads()),
-            Side::K => (p.batch().tokens(side), p.kv_heads()),
+        let heads = match (self, side) {
+            (Self::Scan(of), _) => of.heads as usize,
+            (_, Side::Q) => p.heads(),
+            (_, Side::K) => p.kv_heads(),
+        };
+        let tokens = p.batch().tokens(side);
+        let how = match self {
+            Self::Scan(Scan { decay, key_dim, value_dim, reverse, form, .. }) => {
+                let way = if reverse { "reverse" } else { "forward" };
+                format!(" ({key_dim} × {value_dim}, {decay:?} decay, {way}, form {form:?})")
+            }
+            _ => String::new(),
         };
         let documents = p.batch().documents();
         let nodes = match plan.has_two_levels() {
@@ -79,7 +84,7 @@ impl Purpose {
             false => String::new(),
         };
         format!(
-            "the {} of {tokens} tokens in {documents} documents, {heads} heads of {dim} {dtype}, {}, {}{nodes}, {}",
+            "the {} of {tokens} tokens in {documents} documents, {heads} heads of {dim} {dtype}{how}, {}, {}{nodes}, {}",
             self.name(plan).kind,
             plan.mesh(),
             plan.layout(),

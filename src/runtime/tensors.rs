@@ -22,6 +22,66 @@ use crate::{
     schedule::{Direction, Purpose, TensorId},
 };
 
+/// The options that calls share, each written once: `options!(Forward: sinks, on);` gives a call these methods.
+macro_rules! options {
+    ($call:ident: $($option:ident),+) => {
+        impl<'a, T: Element> $call<'a, T> {
+            $(options!(@$option);)+
+        }
+    };
+    (@sinks) => {
+        /// When the problem has sinks: one logit for each q head; `[heads, n]` with several
+        /// ([`with_sinks_per_head`](crate::Problem::with_sinks_per_head)). On a device a tensor of `[1, heads, n]`. A
+        /// backward gets those of its forward.
+        #[must_use]
+        pub fn sinks(mut self, sinks: impl InputTensor<'a, Element = f32>) -> Self {
+            self.tensors = self.tensors.with(TensorId::Sinks, sinks);
+            self
+        }
+    };
+    (@dropout_seed) => {
+        /// When the problem has [dropout](crate::Problem::with_dropout): the seed of the pairs that are dropped,
+        /// another one for each layer and step, and for a backward that of its forward. All ranks of the group give the
+        /// same, which is checked as their plans are.
+        #[must_use]
+        pub fn dropout_seed(mut self, seed: impl Into<Option<u64>>) -> Self {
+            self.tensors.bindings = self.tensors.bindings.with_dropout_seed(seed.into());
+            self
+        }
+    };
+    (@keys) => {
+        /// The keys that are read, and where they lie: [`Keys::All`], unless it is given. A backward gets those of its
+        /// forward.
+        #[must_use]
+        pub fn keys(mut self, keys: Keys<'a>) -> Self {
+            self.tensors.bindings = self.tensors.bindings.with_keys(keys);
+            self
+        }
+    };
+    (@lse_base) => {
+        /// The base of each lse of the call, read or written, and of its gradient: natural, unless it is given. Each
+        /// rank by itself.
+        #[must_use]
+        pub fn lse_base(mut self, base: LseBase) -> Self {
+            self.tensors.bindings = self.tensors.bindings.with_lse_base(base);
+            self
+        }
+    };
+    (@on) => {
+        /// On a device, the stream in whose order the run is enqueued, instead of the legacy default stream: see
+        /// [`Rank::run`].
+        ///
+        /// # Safety
+        /// When the call runs, `stream` is null or one of the driver's that was not destroyed.
+        #[must_use]
+        pub unsafe fn on(mut self, stream: RawStream) -> Self {
+            self.tensors.bindings = self.tensors.bindings.on(stream);
+            self
+        }
+    };
+}
+pub(super) use options;
+
 /// The tensors of a forward: this rank's own tokens (see [`Plan::local_tokens`]), all heads; and its options.
 ///
 /// All are in the memory of the rank: views of the host on the CPU, device views on a device.
@@ -60,14 +120,6 @@ impl<'a, T: Element> Forward<'a, T> {
         Self { tensors, memory: PhantomData }
     }
 
-    /// When the problem has sinks: one logit for each q head; `[heads, n]` with several
-    /// ([`with_sinks_per_head`](crate::Problem::with_sinks_per_head)). On a device a tensor of `[1, heads, n]`.
-    #[must_use]
-    pub fn sinks(mut self, sinks: impl InputTensor<'a, Element = f32>) -> Self {
-        self.tensors = self.tensors.with(TensorId::Sinks, sinks);
-        self
-    }
-
     /// Written: the largest score of each q head, after scale, softcap and ALiBi, over the pairs that this rank
     /// computed, without sinks; −∞ for a head of which it computed none. The largest over the group is that of the
     /// whole batch: the ranks reduce it as often as they need it. Ranks may differ in whether they give it. On a device
@@ -77,40 +129,9 @@ impl<'a, T: Element> Forward<'a, T> {
         self.tensors = self.tensors.with(TensorId::MaxLogit, max_logit);
         self
     }
-
-    /// When the problem has [dropout](crate::Problem::with_dropout): the seed of the pairs that are dropped, another
-    /// one for each layer and step. All ranks of the group give the same, which is checked as their plans are.
-    #[must_use]
-    pub fn dropout_seed(mut self, seed: impl Into<Option<u64>>) -> Self {
-        self.tensors.bindings = self.tensors.bindings.with_dropout_seed(seed.into());
-        self
-    }
-
-    /// The keys that are read, and where they lie: [`Keys::All`], unless it is given.
-    #[must_use]
-    pub fn keys(mut self, keys: Keys<'a>) -> Self {
-        self.tensors.bindings = self.tensors.bindings.with_keys(keys);
-        self
-    }
-
-    /// The base of lse: natural, unless it is given. Each rank by itself.
-    #[must_use]
-    pub fn lse_base(mut self, base: LseBase) -> Self {
-        self.tensors.bindings = self.tensors.bindings.with_lse_base(base);
-        self
-    }
-
-    /// On a device, the stream in whose order the run is enqueued, instead of the legacy default stream: see
-    /// [`Rank::run`].
-    ///
-    /// # Safety
-    /// When the call runs, `stream` is null or one of the driver's that was not destroyed.
-    #[must_use]
-    pub unsafe fn on(mut self, stream: RawStream) -> Self {
-        self.tensors.bindings = self.tensors.bindings.on(stream);
-        self
-    }
 }
+
+options!(Forward: sinks, dropout_seed, keys, lse_base, on);
 
 impl<'a, T: Element> Backward<'a, T> {
     /// The backward of a forward: q, k and v as it was given, o and lse as it wrote them, and the gradient of o. It
@@ -137,13 +158,6 @@ impl<'a, T: Element> Backward<'a, T> {
         Self { tensors, memory: PhantomData }
     }
 
-    /// As given to the forward.
-    #[must_use]
-    pub fn sinks(mut self, sinks: impl InputTensor<'a, Element = f32>) -> Self {
-        self.tensors = self.tensors.with(TensorId::Sinks, sinks);
-        self
-    }
-
     /// Written, when the problem has sinks, and needed then: their gradient, summed over all ranks of the group, the
     /// same on each.
     #[must_use]
@@ -159,38 +173,9 @@ impl<'a, T: Element> Backward<'a, T> {
         self.tensors = self.tensors.with(TensorId::DLse, d_lse);
         self
     }
-
-    /// As given to the forward.
-    #[must_use]
-    pub fn dropout_seed(mut self, seed: impl Into<Option<u64>>) -> Self {
-        self.tensors.bindings = self.tensors.bindings.with_dropout_seed(seed.into());
-        self
-    }
-
-    /// As given to the forward.
-    #[must_use]
-    pub fn keys(mut self, keys: Keys<'a>) -> Self {
-        self.tensors.bindings = self.tensors.bindings.with_keys(keys);
-        self
-    }
-
-    /// The base of lse and of its gradient, as the forward wrote it: natural, unless it is given.
-    #[must_use]
-    pub fn lse_base(mut self, base: LseBase) -> Self {
-        self.tensors.bindings = self.tensors.bindings.with_lse_base(base);
-        self
-    }
-
-    /// As [`Forward::on`].
-    ///
-    /// # Safety
-    /// As [`Forward::on`].
-    #[must_use]
-    pub unsafe fn on(mut self, stream: RawStream) -> Self {
-        self.tensors.bindings = self.tensors.bindings.on(stream);
-        self
-    }
 }
+
+options!(Backward: sinks, dropout_seed, keys, lse_base, on);
 
 impl Rank {
     /// o and lse of this rank's tokens, exactly as if one device had seen the whole batch. All ranks of the group call

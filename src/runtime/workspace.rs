@@ -54,7 +54,6 @@ impl<M: OwnMemory> Workspace<M> {
     }
 
     /// Whether memory is lent.
-    #[cfg(feature = "cuda")]
     pub(super) fn is_lent(&self) -> bool {
         self.lent.is_some()
     }

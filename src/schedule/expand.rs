@@ -125,7 +125,7 @@ impl Expansion {
         mut each: impl FnMut(&[BlockView], &[BufferView]) -> Result<(), E>,
     ) -> Result<(), E> {
         match &schedule.ops[op].kind {
-            OpKind::Transform { begin, end } => {
+            OpKind::Transform { begin, end } | OpKind::Compose { begin, end } => {
                 each(&schedule.blocks[*begin as usize..*end as usize], &schedule.sources)
             }
             OpKind::Combine { o, lse, .. } => each(&[*o, *lse], &schedule.sources),

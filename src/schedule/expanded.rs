@@ -89,6 +89,10 @@ pub enum ExpandedOp {
     Merges(Vec<Vec<SumBlock>>),
     /// Partial results of several ranks are merged at once, in order, and the sinks applied.
     Combine(CombineOp),
+    /// Segments of a scan are joined. Each block is `dst = sources[0] · sources[1]`, plus `sources[2]` if there is one:
+    /// the decay of the later part, applied to the state of the earlier part (plus the state of the later part), or to
+    /// its decay. Blocks do not touch one another's destinations.
+    Compose(Vec<SumBlock>),
     /// Sends and receives that complete together. Between two ranks both have them in the same order.
     Exchange {
         /// The messages.
@@ -136,6 +140,7 @@ pub(super) fn expand_with(s: &Schedule, i: usize, e: &mut Expansion) -> Expanded
             });
             ExpandedOp::Combine(CombineOp { o, lse, first_head: *first_head })
         }
+        OpKind::Compose { .. } => ExpandedOp::Compose(sums(s, i, e).into_iter().flatten().collect()),
         kind @ (OpKind::Exchange { .. } | OpKind::Fetch { .. } | OpKind::Return(_)) => {
             let strict = matches!(kind, OpKind::Fetch { .. });
             ExpandedOp::Exchange { messages: e.messages(s, i).to_vec(), strict }

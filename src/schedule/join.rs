@@ -42,7 +42,7 @@ pub(super) enum Class {
 }
 
 impl Class {
-    fn has(self, reverse: bool) -> bool {
+    pub(super) fn has(self, reverse: bool) -> bool {
         match self {
             Self::Forward => !reverse,
             Self::Reverse => reverse,
@@ -95,17 +95,22 @@ pub(super) fn document(s: &Segment) -> u32 {
 pub(super) struct ByDocument<'a, T, F> {
     list: &'a [T],
     document_of: F,
-    /// The first entry of the last document.
+    /// The first entry of the last document, and the number of its entries.
     at: usize,
+    len: usize,
 }
 
 impl<'a, T, F: Fn(&T) -> u32> ByDocument<'a, T, F> {
     pub(super) fn new(list: &'a [T], document_of: F) -> Self {
-        Self { list, document_of, at: 0 }
+        Self { list, document_of, at: 0, len: 0 }
     }
 
     /// The entries of a document, and the index of the first.
     pub(super) fn of(&mut self, doc: u32) -> (usize, &'a [T]) {
+        // A document may have many parts.
+        if self.len > 0 && (self.document_of)(&self.list[self.at]) == doc {
+            return (self.at, &self.list[self.at..self.at + self.len]);
+        }
         let before = |x: &T| (self.document_of)(x) < doc;
         // Back to the begin for an earlier document.
         let mut at = if self.at > 0 && !before(&self.list[self.at - 1]) { 0 } else { self.at };
@@ -117,10 +122,48 @@ impl<'a, T, F: Fn(&T) -> u32> ByDocument<'a, T, F> {
         }
         at += step / 2 + rest[step / 2..rest.len().min(step)].partition_point(before);
         let of_document = self.list[at..].iter().take_while(|x| (self.document_of)(x) == doc).count();
-        self.at = at;
+        (self.at, self.len) = (at, of_document);
         (at, &self.list[at..at + of_document])
     }
 }
+
+/// Ranges in the order of documents and positions, of which those near some rows are found fast: a document may have
+/// thousands of parts, and as many ranges.
+pub(super) struct NearRanges<'a, F> {
+    ranges: ByDocument<'a, Range, F>,
+    /// The document seen last, and whether the ends of its ranges ascend as their begins do. Those of stripes need not.
+    ends_ascend: Option<(u32, bool)>,
+}
+
+/// The ranges of a list, by document.
+pub(super) fn near_ranges(list: &[Range]) -> NearRanges<'_, impl Fn(&Range) -> u32> {
+    NearRanges { ranges: ByDocument::new(list, |r: &Range| r.doc), ends_ascend: None }
+}
+
+impl<'a, F: Fn(&Range) -> u32> NearRanges<'a, F> {
+    /// The ranges of a document in which `s` may have pairs within the limits, seen from `s`, and the index of the
+    /// first: all that do, and perhaps a few more.
+    pub(super) fn of(&mut self, doc: u32, s: &Range, limits: &Band) -> (usize, &'a [Range]) {
+        let (first, list) = self.ranges.of(doc);
+        if list.len() < FEW {
+            return (first, list);
+        }
+        let ends_ascend = match self.ends_ascend {
+            Some((last, ascend)) if last == doc => ascend,
+            _ => list.is_sorted_by_key(Range::last),
+        };
+        self.ends_ascend = Some((doc, ends_ascend));
+        let low = s.pos.max(limits.q_begin).saturating_add(limits.low).max(limits.k_begin);
+        let high = s.last().min(limits.q_end.saturating_sub(1)).saturating_add(limits.high);
+        let high = high.min(limits.k_end.saturating_sub(1));
+        let end = list.partition_point(|r| r.pos <= high);
+        let begin = if ends_ascend { list[..end].partition_point(|r| r.last() < low) } else { 0 };
+        (first + begin, &list[begin..end])
+    }
+}
+
+/// So few ranges are looked at one by one.
+const FEW: usize = 8;
 
 /// Appends the fragments of `circulating`, which are of `side`, that `stationary` needs, compact from slot row `row`
 /// on; returns the row after them. `intervals` has no contents.

@@ -27,11 +27,13 @@ mod emit;
 pub(crate) mod expand;
 pub(crate) mod expanded;
 mod join;
+mod listed_keys;
 mod ops;
 mod purpose;
 pub(crate) mod ring_steps;
 #[cfg(feature = "std")]
 pub(crate) mod run_trait;
+mod scan;
 #[cfg(test)]
 mod slice_tests;
 mod sweep;
@@ -45,7 +47,10 @@ pub(crate) use ops::{ALIGNMENT, BlockView, Op, OpKind, SINK_DIGITS, StepRows, St
 pub use ops::{AttendOp, AttendPart, BackwardOp, Buf, Buffer, BufferView, Lane, MessageView};
 pub use purpose::Purpose;
 pub(crate) use purpose::TensorForm;
+#[cfg(feature = "std")]
+pub(crate) use ring_steps::{Hop, ListedRows};
 pub(crate) use ring_steps::{RangeScratch, RingSteps};
+pub use scan::{Decay, Scan, ScanForm};
 pub use tensor_id::{TensorAxes, TensorId};
 
 /// The ring steps of k's side and of q's side, if they have been computed already.
@@ -54,7 +59,7 @@ type KnownSteps = [Option<Arc<RingSteps>>; 2];
 /// The phase of exchanges of the ring that go from node to node; those inside a node are "ring".
 pub(crate) const BETWEEN_NODES: &str = "between nodes";
 
-/// One rank's operations for one [`Purpose`]: a direction of attention, an all-to-all, or a combine.
+/// One rank's operations for one [`Purpose`]: a direction of attention, an all-to-all, a combine or a scan.
 #[derive(Clone, Debug)]
 pub struct Schedule {
     /// This rank.

@@ -280,6 +280,14 @@ pub(crate) enum OpKind {
     /// Returned partial results are merged into the running ones, row by row. Tensors: running o and the o that
     /// arrived; then lse likewise.
     Merge(StepRows),
+    /// Segments are joined: entries `begin..end` of [`Schedule::blocks`](super::Schedule::blocks), each of two or three
+    /// sources. See [`ExpandedOp::Compose`](super::ExpandedOp::Compose).
+    Compose {
+        /// First block.
+        begin: u32,
+        /// One past the last.
+        end: u32,
+    },
 }
 
 impl OpKind {
@@ -299,6 +307,7 @@ impl OpKind {
             Self::Reduce(_) => "reduce",
             Self::Merge(_) => "merge",
             Self::Combine { .. } => "combine",
+            Self::Compose { .. } => "compose",
         }
     }
 

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The purpose of a schedule: a direction of attention, one all-to-all, or one combine; and the tensors of each.
+//! The purpose of a schedule: a direction of attention, one all-to-all, one combine or one scan; and the tensors of
+//! each.
 
-use super::{AllToAll, AllToAllDirection, Combine, Direction, TensorId};
+use super::{AllToAll, AllToAllDirection, Combine, Direction, Scan, TensorId};
 use crate::{batch::Side, element::Dtype, plan::Plan};
 
 /// The purpose of a group's schedules, and of a run.
@@ -13,6 +14,8 @@ pub enum Purpose {
     AllToAll(AllToAll),
     /// A merge of partial results.
     Combine(Combine),
+    /// States passed on along documents.
+    Scan(Scan),
 }
 
 impl From<Direction> for Purpose {
@@ -30,6 +33,12 @@ impl From<AllToAll> for Purpose {
 impl From<Combine> for Purpose {
     fn from(combine: Combine) -> Self {
         Self::Combine(combine)
+    }
+}
+
+impl From<Scan> for Purpose {
+    fn from(scan: Scan) -> Self {
+        Self::Scan(scan)
     }
 }
 
@@ -81,6 +90,17 @@ impl Purpose {
                     _ => return None,
                 };
                 Some(TensorForm { name: tensor.name(), dtype, shape, written })
+            }
+            Self::Scan(scan) => {
+                let segments = plan.local_tokens(Side::Q, rank).segments().len();
+                let (dim, written) = match tensor {
+                    TensorId::Decay => (scan.decay_dim(), false),
+                    TensorId::State => (scan.state_dim(), false),
+                    TensorId::InitialState => (scan.state_dim(), true),
+                    _ => return None,
+                };
+                let shape = [segments, scan.heads as usize, dim as usize];
+                Some(TensorForm { name: tensor.name(), dtype: scan.dtype, shape, written })
             }
         }
     }

@@ -12,12 +12,14 @@
 //! beside them, so that one call computes with everything. The *ordered* form does the same and lists keys by position,
 //! the order in which a single rank would use them.
 //!
+//! Over listed keys the rows that travel are those that lists name: see [`listed`].
+//!
 //! If a ring spans several *nodes*, each row crosses from one node to another once, and is passed on inside that node:
 //! see [`nodes`].
 //!
 //! Rows are listed when a step is executed, into a [`RangeScratch`] that was allocated when the plan was made.
 
-use alloc::{vec, vec::Vec};
+use alloc::{sync::Arc, vec, vec::Vec};
 
 use crate::{
     batch::Side,
@@ -28,6 +30,7 @@ use crate::{
 
 mod check;
 mod holders;
+pub(crate) mod listed;
 mod measure;
 mod nodes;
 mod pairs;
@@ -35,6 +38,7 @@ mod rows;
 mod scratch;
 
 pub(crate) use holders::Holders;
+pub(crate) use listed::ListedRows;
 use scratch::Capacity;
 pub(crate) use scratch::RangeScratch;
 
@@ -111,6 +115,8 @@ pub(crate) struct RingSteps {
     own: Vec<Segment>,
     /// The holders of the heads that travel. Every ring step is listed once for each entry.
     splits: Vec<Holders>,
+    /// The rows that lists name, if they are the rows that travel; otherwise those that the mask allows.
+    listed: Option<Arc<ListedRows>>,
     list: Vec<RingStep>,
     /// For each split and each stationary segment: its last ring step.
     last: Vec<u32>,
@@ -130,14 +136,32 @@ impl RingSteps {
         (me, per_node): (usize, usize),
         splits: Vec<Holders>,
     ) -> Self {
+        let mut v = Self::empty(shares, allowed.into(), circulating, form, (me, per_node), splits);
+        let zigzag = shares.layout() == Layout::Zigzag && !form.holds_own() && !v.crosses();
+        match v.allowed.mask_of_documents().filter(|_| zigzag) {
+            Some(mask) => v.sweep_zigzag(circulating.other(), mask),
+            None => v.sweep(),
+        }
+        v
+    }
+
+    /// Ring steps that are not listed yet.
+    fn empty(
+        shares: &Shares,
+        allowed: Allowed,
+        circulating: Side,
+        form: Form,
+        (me, per_node): (usize, usize),
+        splits: Vec<Holders>,
+    ) -> Self {
         let (mut stationary, mut own) = (Vec::new(), Vec::new());
         let staying = circulating.other();
         shares.segments(staying, me, &mut stationary);
         shares.segments(circulating, me, &mut own);
         let last = vec![0; stationary.len() * splits.len()];
-        let mut v = Self {
+        Self {
             shares: shares.clone(),
-            allowed: allowed.into(),
+            allowed,
             circulating,
             form,
             me,
@@ -145,17 +169,12 @@ impl RingSteps {
             stationary,
             own,
             splits,
+            listed: None,
             list: Vec::new(),
             last,
             scattered: Vec::new(),
             capacity: Capacity::default(),
-        };
-        let zigzag = shares.layout() == Layout::Zigzag && !form.holds_own() && !v.crosses();
-        match v.allowed.mask_of_documents().filter(|_| zigzag) {
-            Some(mask) => v.sweep_zigzag(staying, mask),
-            None => v.sweep(),
         }
-        v
     }
 
     /// The first attending ring step of a split. Its call begins every row.
@@ -191,6 +210,12 @@ impl RingSteps {
     /// The ring steps, in order. Entry 0 is the own share, unless the only entry holds all shares.
     pub(crate) fn list(&self) -> &[RingStep] {
         &self.list
+    }
+
+    /// Rows of the own share of the side that travels.
+    #[cfg(feature = "std")]
+    pub(crate) fn own_rows(&self) -> u64 {
+        self.own.iter().map(|own| u64::from(own.range.len)).sum()
     }
 
     /// The form.

@@ -23,6 +23,8 @@ pub(crate) enum RunTrait {
     AllToAll,
     /// It is a combine.
     Combine,
+    /// It is a scan.
+    Scan,
     /// Its tensors are in the memory of a device.
     Device,
     /// It becomes part of a CUDA graph.
@@ -49,9 +51,9 @@ pub(crate) enum RunTrait {
 
 /// The pairs that do not go together, each with the limit and the way out. The second of a pair is what the first is
 /// refused in.
-pub(crate) const CLASHES: [(RunTrait, RunTrait, &str, &str); 19] = {
+pub(crate) const CLASHES: [(RunTrait, RunTrait, &str, &str); 23] = {
     use RunTrait::{AllToAll, Backward, Capture, Combine, Device, Dropout, KeyIndices, Pages, Reproducible, Slices};
-    use RunTrait::{LseBaseTwo, MaxLogit, OwnKernel, SlopesOfDocuments};
+    use RunTrait::{LseBaseTwo, MaxLogit, OwnKernel, Scan, SlopesOfDocuments};
     const NO_KEYS: &str = "it has no keys";
     const OUR_KERNELS: &str = "use a rank with the library's own kernels, or leave it out";
     [
@@ -59,6 +61,14 @@ pub(crate) const CLASHES: [(RunTrait, RunTrait, &str, &str); 19] = {
         (Pages, Combine, NO_KEYS, "leave pages out"),
         (KeyIndices, AllToAll, NO_KEYS, "leave key_indices out"),
         (KeyIndices, Combine, NO_KEYS, "leave key_indices out"),
+        (Pages, Scan, NO_KEYS, "leave pages out"),
+        (KeyIndices, Scan, NO_KEYS, "leave key_indices out"),
+        (
+            Scan,
+            Device,
+            "no CUDA kernel joins states",
+            "use a rank on the CPU, or execute the schedule with kernels of your own: in Python a context with kernels of PyTorch does",
+        ),
         (
             Reproducible,
             Device,
@@ -92,6 +102,7 @@ pub(crate) const CLASHES: [(RunTrait, RunTrait, &str, &str); 19] = {
             "plan without dropout, or gather the pages into k and v",
         ),
         (LseBaseTwo, AllToAll, "it has no lse", "leave lse_base out"),
+        (LseBaseTwo, Scan, "it has no lse", "leave lse_base out"),
         (
             LseBaseTwo,
             Device,
@@ -121,6 +132,7 @@ impl RunTrait {
             Self::Backward => run == Purpose::Attention(Direction::Backward),
             Self::AllToAll => matches!(run, Purpose::AllToAll(_)),
             Self::Combine => matches!(run, Purpose::Combine(_)),
+            Self::Scan => matches!(run, Purpose::Scan(_)),
             Self::Reproducible => attention && plan.options().reproducible,
             Self::Slices => attention && p.batch().slices().is_some(),
             Self::SlopesOfDocuments => attention && p.alibi_rows() > 1,
@@ -141,6 +153,7 @@ impl RunTrait {
             Self::Backward => "a backward".into(),
             Self::AllToAll => "an all-to-all".into(),
             Self::Combine => "a combine".into(),
+            Self::Scan => "a scan".into(),
             Self::Device => "a device".into(),
             Self::Capture => "a stream that is being captured".into(),
             Self::Reproducible => "reproducible".into(),
@@ -161,6 +174,7 @@ impl RunTrait {
             Self::Backward => "in a backward",
             Self::AllToAll => "in an all-to-all",
             Self::Combine => "in a combine",
+            Self::Scan => "in a scan",
             Self::Device => "on a device",
             Self::Capture => "on a stream that is being captured",
             Self::Reproducible => "in a reproducible plan",

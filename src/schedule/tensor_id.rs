@@ -12,7 +12,7 @@ use crate::{
 };
 
 /// A tensor of the caller. All are `[tokens, heads, dim]`; the last dimension of lse and its gradient is 1. Those of
-/// an all-to-all and the parts of a combine come last; the others are those of attention.
+/// an all-to-all, the parts of a combine and the states of a scan come last; the others are those of attention.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[repr(u8)]
 pub enum TensorId {
@@ -53,6 +53,13 @@ pub enum TensorId {
     PartialO,
     /// Of a combine: the lse of this rank's part, `[all q tokens, own heads, 1]`.
     PartialLse,
+    /// Of a scan: the decay of each of this rank's segments. Heads, dim and type of the tensors of a scan are those of
+    /// its [`Scan`](super::Scan), which the methods here do not know: their dim is 0.
+    Decay,
+    /// Of a scan: the end state of each of this rank's segments, run from a zero state.
+    State,
+    /// Of a scan: the state before each of this rank's segments.
+    InitialState,
 }
 
 /// What the dimensions of a tensor are.
@@ -138,18 +145,42 @@ const TABLE: [Row; TensorId::COUNT] = {
         rows("own heads", Side::Q, UNKNOWN, [ABSENT, ABSENT], [0, 0]),
         rows("partial_o", Side::Q, value_dim, [ABSENT, ABSENT], [0, 0]),
         numbers("partial_lse", RowNumbers, ACCUMULATOR, [ABSENT, ABSENT], [0, 0]),
+        rows("decay", Side::Q, UNKNOWN, [ABSENT, ABSENT], [0, 0]),
+        rows("state", Side::Q, UNKNOWN, [ABSENT, ABSENT], [0, 0]),
+        rows("initial_state", Side::Q, UNKNOWN, [ABSENT, ABSENT], [0, 0]),
     ]
 };
 
 impl TensorId {
     /// The number of tensors.
-    pub const COUNT: usize = 17;
+    pub const COUNT: usize = 20;
 
     /// All, in the order of their numbers.
     pub const ALL: [Self; Self::COUNT] = {
         use TensorId::{DLse, DO, Dk, Dq, Dsinks, Dv, K, Lse, MaxLogit, O, OwnHeads, OwnTokens, Q, Sinks, V};
-        use TensorId::{PartialLse, PartialO};
-        [Q, K, V, O, Lse, DO, Dq, Dk, Dv, Sinks, Dsinks, DLse, MaxLogit, OwnTokens, OwnHeads, PartialO, PartialLse]
+        use TensorId::{Decay, InitialState, PartialLse, PartialO, State};
+        [
+            Q,
+            K,
+            V,
+            O,
+            Lse,
+            DO,
+            Dq,
+            Dk,
+            Dv,
+            Sinks,
+            Dsinks,
+            DLse,
+            MaxLogit,
+            OwnTokens,
+            OwnHeads,
+            PartialO,
+            PartialLse,
+            Decay,
+            State,
+            InitialState,
+        ]
     };
 
     const fn row(self) -> &'static Row {

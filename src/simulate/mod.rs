@@ -31,7 +31,7 @@ use crate::{
     machine::{Level, Machine},
     plan::Plan,
     report::trace::{Event, common},
-    schedule::{Direction, Lane, Schedule},
+    schedule::{Lane, Purpose, Schedule},
 };
 
 /// One rank's part of a [`Simulation`]; times are seconds.
@@ -64,8 +64,8 @@ pub struct Simulation {
     pub makespan: f64,
     /// The ranks of the group, in order.
     pub ranks: Vec<RankTime>,
-    /// Whether the machine has rates for the kernels of exactly these dims; otherwise the nearest dims' rates were
-    /// used.
+    /// Whether the machine has rates for the kernels of exactly this type and these dims; otherwise the nearest
+    /// kernels' rates were used ([`Machine::kernel`]).
     pub exact_kernels: bool,
     /// Every operation with its times, as a run would have recorded it, for
     /// [`chrome_trace`](crate::report::trace::chrome_trace) and the timeline.
@@ -95,7 +95,7 @@ impl Simulation {
 }
 
 impl Plan {
-    /// Simulates a run of the first group on a machine.
+    /// Simulates a run of the first group on a machine: a direction of attention, an all-to-all, a combine or a scan.
     ///
     /// Makes the schedules of all ranks of the group, so it takes as long as planning all of them, and about a
     /// microsecond for each message.
@@ -115,10 +115,10 @@ impl Plan {
     /// assert!(run.ranks[0].bytes_between > 0);
     /// # Ok::<(), cpattn::Error>(())
     /// ```
-    pub fn simulate(&self, direction: Direction, machine: &Machine) -> Result<Simulation> {
+    pub fn simulate(&self, purpose: impl Into<Purpose>, machine: &Machine) -> Result<Simulation> {
         machine.check()?;
-        let schedules =
-            (0..self.mesh().group()).map(|r| Schedule::new(self, r, direction)).collect::<Result<Vec<_>>>()?;
+        let purpose = purpose.into();
+        let schedules = (0..self.mesh().group()).map(|r| Schedule::of(self, r, purpose)).collect::<Result<Vec<_>>>()?;
         let mut exact = true;
         let mut lists = Vec::with_capacity(schedules.len());
         for schedule in &schedules {

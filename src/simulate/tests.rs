@@ -9,6 +9,7 @@ use crate::{
     machine::{KernelRate, KernelShape, Level, LinkRate},
     plan::{Circulate, Gather},
     report::size::MessageSize,
+    schedule::Direction,
 };
 
 /// Figures that are exact in binary: ports move 8 bytes a second and cards 2; latencies 0.5 and 1.

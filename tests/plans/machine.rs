@@ -3,7 +3,7 @@
 
 use cpattn::{
     Dtype, Machine,
-    machine::{KernelShape, LinkRate},
+    machine::{KernelRate, KernelShape, LinkRate},
 };
 
 const WHOLE: &str = "# a comment
@@ -187,9 +187,28 @@ fn a_kernel_is_that_of_the_shape_or_the_nearest() {
     assert_eq!(of(shape(64, 32, false)), (6e10, true));
     assert_eq!(of(shape(96, 96, false)), (7e10, false));
     assert_eq!(of(shape(128, 128, true)), (5e10, false));
-    let other = KernelShape { dtype: Dtype::F64, ..shape(64, 32, true) };
-    let text = m.kernel(other).unwrap_err().to_string();
-    assert!(text.starts_with("machine is two nodes without a backward kernel of f64, expected"), "{text}");
+    // A type that has no line: the rate is inverse to the bytes of an element; the call is the same.
+    for (dtype, bytes) in [(Dtype::F64, 2.0), (Dtype::Bf16, 0.5), (Dtype::F16, 0.5)] {
+        let (derived, exact) = m.kernel(KernelShape { dtype, ..shape(64, 32, true) }).unwrap();
+        let line = m.kernels[1];
+        let figures = |k: KernelRate| [k.rate, k.row, k.key, k.edge, k.call];
+        let want = KernelRate {
+            rate: line.rate / bytes,
+            row: line.row * bytes,
+            key: line.key * bytes,
+            edge: line.edge * bytes,
+            ..line
+        };
+        assert_eq!((figures(derived), derived.shape.dtype, exact), (figures(want), Dtype::F32, false));
+    }
+    // The nearest in size first, then the nearest dims.
+    let mut two = m.clone();
+    two.kernels[0].shape.dtype = Dtype::Bf16;
+    let half = KernelShape { dtype: Dtype::F16, ..shape(128, 128, false) };
+    assert_eq!(two.kernel(half).map(|(k, exact)| (k.rate, k.shape.dtype, exact)).unwrap(), (6e10, Dtype::Bf16, false));
+    two.kernels.retain(|k| !k.shape.backward);
+    let text = two.kernel(shape(64, 32, true)).unwrap_err().to_string();
+    assert!(text.starts_with("machine is two nodes without a backward kernel, expected one for both"), "{text}");
     assert_eq!(m.kernels[0].seconds(6e10, 10.0, 5.0, 4.0), 3e-6 + 1.0 + 10.0 * 2e-7 + 4.0 * 2e-8);
 }
 
@@ -204,6 +223,13 @@ fn the_descriptions_of_the_repository_are_read() {
         let text = std::fs::read_to_string(file.path()).unwrap();
         let m = Machine::parse(&text).unwrap_or_else(|e| panic!("{}: {e}", file.path().display()));
         assert_eq!(Machine::parse(&m.to_string()).unwrap(), m);
+        // Kernels of every type, as a user of any type expects.
+        for (dtype, backward) in
+            [Dtype::F16, Dtype::Bf16, Dtype::F32, Dtype::F64].into_iter().flat_map(|d| [(d, false), (d, true)])
+        {
+            let shape = KernelShape { dtype, head_dim: 128, value_dim: 128, backward };
+            assert!(m.kernel(shape).unwrap().1, "{}: {shape}", file.path().display());
+        }
         count += 1;
     }
     assert!(count >= 3, "{count}");

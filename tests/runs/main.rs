@@ -8,7 +8,8 @@
 //!   threads may start;
 //! - `agreement`, `new_plan`: ranks that do not run the same; `failed_transport`: one that is not used again;
 //!   `between_runs`: what ranks do together besides runs;
-//! - `combine`: partial results merged over the ring; `paged`: k and v in pages; `listed`: keys that each token lists;
+//! - `combine`: partial results merged over the ring; `scan`: states passed on along documents; `paged`: k and v in
+//!   pages; `listed`: keys that each token lists;
 //! - `d_lse`, `lse_base`, `max_logit`, `dropout`, `slopes`: the gradient of lse, its base, the largest scores, dropout
 //!   by token, ALiBi slopes of each document;
 //! - `own_kernel`: attention by a kernel of the caller's;
@@ -42,6 +43,7 @@ mod few_tokens;
 mod forked;
 mod huge_scores;
 mod listed;
+mod listed_rows;
 mod lse_base;
 mod max_logit;
 mod new_plan;
@@ -55,6 +57,7 @@ mod poison;
 mod refusals;
 #[path = "../common/refused.rs"]
 mod refused;
+mod scan;
 #[path = "../common/seeds.rs"]
 mod seeds;
 mod serving;

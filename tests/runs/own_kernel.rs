@@ -288,6 +288,7 @@ fn an_lse_that_cannot_be() {
     let wrongs = [
         (Wrong::Lse(f32::NAN), "is NaN for finite q and k: it is not written, or wrong"),
         (Wrong::Lse(f32::NEG_INFINITY), "is -inf for finite q and k: the row has keys"),
+        (Wrong::Lse(f32::INFINITY), "is inf for finite q and k: no score of it is so large"),
         (Wrong::Unwritten, "is NaN for finite q and k"),
         (Wrong::TopLeft, "is -inf for finite q and k: the row has keys"),
     ];
@@ -428,4 +429,58 @@ fn ranks_need_the_same_kernel() {
             assert!(error.to_string().contains(", kernel \""), "{error}");
         }
     }
+}
+
+/// A plan that one rank's kernel does not honour, in the group's first run: the others are told at once who differs.
+/// Where no kernel honours it all refuse, and the group stays usable.
+#[test]
+fn one_kernel_alone_refuses() {
+    let p = problem(&[40, 13]).with_softcap(2.0);
+    let (plan, data) = (zigzag(&p, 3), Data::<f32>::random(&p, 2));
+    let without_softcap = || {
+        let mut kernel = PlainKernel::new();
+        kernel.honours.softcap = false;
+        kernel
+    };
+    let errors = outcomes(&plan, &data, |rank| if rank == 2 { without_softcap() } else { PlainKernel::new() });
+    for (rank, error) in errors.into_iter().enumerate() {
+        let error = error.unwrap().unwrap_err();
+        let Error::Disagreement { peer, .. } = &error else { panic!("{error}") };
+        assert!(if rank == 2 { *peer < 2 } else { *peer == 2 }, "rank {rank}: {error}");
+        assert!(error.to_string().contains("softcap: "), "{error}");
+    }
+    let (plain, plain_data) = {
+        let p = problem(&[40, 13]);
+        (zigzag(&p, 3), Data::<f32>::random(&p, 2))
+    };
+    std::thread::scope(|scope| {
+        for mut rank in ranks(3, |_| without_softcap()) {
+            let (plan, data, plain, plain_data) = (&plan, &data, &plain, &plain_data);
+            scope.spawn(move || {
+                for _ in 0..2 {
+                    let error = Own::new(plan, data, rank.rank(), compact).forward(&mut rank, plan).unwrap_err();
+                    assert!(error.to_string().starts_with("softcap 2 with kernel \"plain\""), "{error}");
+                    Own::new(plain, plain_data, rank.rank(), compact).forward(&mut rank, plain).unwrap();
+                }
+            });
+        }
+    });
+}
+
+/// A score that is too large for sums in f32 is named; the kernel is not blamed.
+#[test]
+fn a_score_that_overflows() {
+    let p = problem(&[6]);
+    let (plan, mut data) = (zigzag(&p, 1), Data::<f32>::random(&p, 2));
+    let large = |row: &mut [f32]| row.iter_mut().for_each(|x| *x = 1e20);
+    large(&mut data.q[4 * 4 * 8..][..8]);
+    large(&mut data.k[3 * 2 * 8..][..8]);
+    let error = run(&plan, &data, |_| PlainKernel::new()).err().expect("an error");
+    let text = error.to_string();
+    assert!(
+        // The call has the keys of the first chunk, 0 to 3, and then those of the second, 0 to 6.
+        text.contains("q·k of row 4, key 6 and head 0 of a call (rank 0, attend") && text.contains("is up to 8.0"),
+        "{text}"
+    );
+    assert!(!text.contains("kernel \"plain\""), "{text}");
 }

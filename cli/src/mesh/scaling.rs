@@ -38,13 +38,15 @@ pub fn pages(machine: &Machine, file: &str) -> Result<(String, String)> {
          **Nothing here was measured on a cluster.** The figures are predictions for {}, from `{file}`, whose figures are {}. \
          They are of one layer's attention, forward and backward, without the rest of a model.\n\n\
          `cargo run --release -- mesh --scaling docs` writes this page and its picture.\n\n\
-         - *Part of ideal*: the time if all work were spread evenly over the ranks at the kernels' rates and nothing else took \
-         time, over the predicted time.\n\
-         - Up to 32 ranks the best candidates are simulated operation by operation; above that the time is that of the busiest \
-         rank (`src/predict/aggregate.rs` says what that leaves out). Candidates have one level, where a row that \
-         several ranks of a node need crosses the network once for each, or two (`ranks_per_node`), where it crosses once. For 16 ranks on two nodes and 524,288 tokens or more the two models differ by at \
-         most 2 %, except for zigzag of the pack and of each document, where the times of the second are up to 16 % too short: rows of `zigzag-pack` \
-         that are not simulated may take that much longer, and another layout may then be the best.\n\
+         - *Part of ideal*: an ideal time over the predicted one. Ideal is that all work is spread evenly over the ranks, at \
+         the kernels' rates, and nothing else takes time.\n\
+         - *Model*: up to 32 ranks the best candidates are simulated operation by operation. Above that the time is that of the \
+         busiest rank; `src/predict/aggregate.rs` says what that leaves out.\n\
+         - *Levels*: with one level a row crosses the network once for each rank of a node that needs it; with two \
+         (`ranks_per_node`) once.\n\
+         - *How far to trust the busiest rank*: for 16 ranks on two nodes and long documents it differs from a simulation by at \
+         most 2 %. For zigzag its times are up to 16 % too short: rows of `zigzag-pack` that are not simulated may take that \
+         much longer, and another layout may then be the best.\n\
          - Strong scaling: one document of 2^20 tokens. Weak scaling: one document of 2^13 tokens for each rank; its work per rank \
          grows with the ranks unless a window bounds it.\n\n\
          ![Part of the ideal over ranks](scale.svg)\n",

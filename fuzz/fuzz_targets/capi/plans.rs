@@ -76,7 +76,7 @@ pub fn create_plan(w: &mut World, b: &mut Bytes) {
         pack_inputs: b.number(2) as i32,
         ranks_per_node: b.below(5) as u32,
         circulate_forward: b.number(3) as i32,
-        reserved: i32::from(b.rarely()),
+        key_rows: b.number(3) as i32,
     };
     let mut options = options;
     if b.byte() & 1 == 0 {

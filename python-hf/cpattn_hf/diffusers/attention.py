@@ -31,8 +31,10 @@ if TYPE_CHECKING:
 class Attention:
     """Attention over the ranks of a group. All ranks make one, and make the same calls."""
 
-    def __init__(self, group: Members, transport: GlooTransport, talk: Collectives, options: dict[str, Any]) -> None:
-        self._group, self._transport, self._talk, self._options = group, transport, talk, options
+    def __init__(
+        self, group: Members, transport: GlooTransport, collectives: Collectives, options: dict[str, Any]
+    ) -> None:
+        self._group, self._transport, self._collectives, self._options = group, transport, collectives, options
         self._contexts: dict[tuple[Any, ...], Context] = {}
         self.calls = 0
 
@@ -41,12 +43,12 @@ class Attention:
         usual = q.dtype
         self.calls += 1
         with refusing(self._transport):
-            kept = None if mask is None else keys_of(mask, q, k)
+            key_mask = None if mask is None else keys_of(mask, q, k)
             if torch.is_autocast_enabled(q.device.type):
                 q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
-        kind = (q.shape[0], *q.shape[2:], *k.shape[2:], v.shape[3], str(q.dtype), scale, kept is not None)
+        kind = (q.shape[0], *q.shape[2:], *k.shape[2:], v.shape[3], str(q.dtype), scale, key_mask is not None)
         every_q, every_k = counts(self._transport, "attention", kind, q.shape[1], k.shape[1])
-        read = self._read(kept, q.shape[0], every_k)
+        read = self._read(key_mask, q.shape[0], every_k)
         if not max(every_q):
             return q.new_empty(*q.shape[:3], v.shape[3])
         if empty := [at for at, row in enumerate(read) if True not in row]:
@@ -64,18 +66,18 @@ class Attention:
         o = parts[0] if len(parts) == 1 else torch.cat(parts)[torch.tensor(order, device=q.device).argsort()]
         return o.to(usual)
 
-    def _read(self, kept: Tensor | None, batch: int, every: Sequence[int]) -> list[list[bool]]:
+    def _read(self, key_mask: Tensor | None, batch: int, every: Sequence[int]) -> list[list[bool]]:
         """For each element of the batch which rows of k of all ranks are read, each rank's with what is added to it."""
         rank, longest = self._transport.rank, max(every)
         rows = torch.zeros(len(every), batch, longest, dtype=torch.bool)
-        if kept is None:
+        if key_mask is None:
             for one, length in enumerate(every):
                 rows[one, :, :length] = True
         else:
-            rows[rank, :, : every[rank]] = kept.cpu()
+            rows[rank, :, : every[rank]] = key_mask.cpu()
             sent = rows[rank].view(torch.uint8).reshape(1, -1).repeat(len(every), 1)
             if sent.numel():
-                got = exchanged(sent, [1] * len(every), [1] * len(every), self._talk)
+                got = exchanged(sent, [1] * len(every), [1] * len(every), self._collectives)
                 rows = got.view(torch.bool).view(rows.shape)
         found: list[list[bool]] = rows.transpose(0, 1).reshape(batch, -1).tolist()
         return found
@@ -162,8 +164,8 @@ def backend(former: Any) -> Any:
     if (known := next((one for one in _AttentionBackendRegistry._backends if one.value == name), None)) is not None:
         return known
     # A name that the enum does not list, since enums cannot be extended.
-    made = str.__new__(AttentionBackendName, name)
-    made._name_, made._value_ = name.upper(), name
+    member = str.__new__(AttentionBackendName, name)
+    member._name_, member._value_ = name.upper(), name
 
     @torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
     def attention(
@@ -190,18 +192,18 @@ def backend(former: Any) -> Any:
             if usual is None
             else (usual, _AttentionBackendRegistry._backends[usual])
         )
-        given = {
+        arguments = {
             "query": query, "key": key, "value": value, "attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale,
             "enable_gqa": enable_gqa, "_parallel_config": None,
         }  # fmt: skip
         o: Tensor = function(
             **{
                 one: what
-                for one, what in given.items()
+                for one, what in arguments.items()
                 if one in _AttentionBackendRegistry._supported_arg_names[chosen]
             }
         )
         return o
 
-    _AttentionBackendRegistry.register(made)(attention)
-    return made
+    _AttentionBackendRegistry.register(member)(attention)
+    return member

@@ -35,10 +35,10 @@ def distance(found: list[Tensor], expected: list[Tensor]) -> float:
     """The largest root mean square of a difference, in units of that of the expected tensor; infinite if shapes, or the places of NaN, differ."""
     if [one.shape for one in found] != [one.shape for one in expected]:
         return float("inf")
-    return max((_apart(a, b) for a, b in zip(found, expected, strict=True)), default=0.0)
+    return max((_relative(a, b) for a, b in zip(found, expected, strict=True)), default=0.0)
 
 
-def _apart(found: Tensor, expected: Tensor) -> float:
+def _relative(found: Tensor, expected: Tensor) -> float:
     a, b = found.double(), expected.double()
     finite = b.isfinite()
     if not torch.equal(finite, a.isfinite()):

@@ -11,7 +11,7 @@ from cpattn.engine import EngineTransport
 from cpattn.errors import Disagreement, InvalidArgument
 from cpattn.torch.group import digests, refusing
 
-# The bits of each of two numbers. One more bit makes the whole odd, as all numbers that `heard` takes; the rest are of a digest.
+# The bits of each of two numbers. One more bit makes the whole odd, as all numbers that `digests` takes; the rest are of a digest.
 _BITS = 24
 
 
@@ -26,14 +26,14 @@ def counts(transport: EngineTransport, what: str, kind: Any, *mine: int) -> list
         2 * _BITS + 1
     )
     shifts = [1 + _BITS * at for at in range(2)]
-    said = digests(
+    numbers = digests(
         transport,
         what,
         1 | digest << (2 * _BITS + 1) | sum(one << shift for one, shift in zip(mine, shifts, strict=False)),
     )
-    if others := [rank for rank, one in enumerate(said) if one >> (2 * _BITS + 1) != digest]:
+    if others := [rank for rank, one in enumerate(numbers) if one >> (2 * _BITS + 1) != digest]:
         raise Disagreement(
             f"ranks {others} of this group are at another place of the model than rank {transport.rank}, at {what} of {kind}",
             others[0],
         )
-    return [[one >> shift & (1 << _BITS) - 1 for one in said] for shift in shifts[: len(mine)]]
+    return [[one >> shift & (1 << _BITS) - 1 for one in numbers] for shift in shifts[: len(mine)]]

@@ -31,7 +31,7 @@ from .plans import Place, Split, class_of, has_tensors, modules_of, plan_of, ref
 from .sequence import Divided, Whole, part
 
 # Those of `Context` that do not change what is computed, nor where tokens are.
-TAKEN = frozenset(
+CONTEXT_OPTIONS = frozenset(
     "ulysses ring ranks_per_node gather passes circulate circulate_forward wire reproducible plans workers communicator kernels".split()
 )
 # Hooks of Diffusers that move weights, and change nothing of what is computed.
@@ -55,7 +55,7 @@ class ContextParallel:
 
     `gradients` is how gradients of parameters are combined over the ranks, if any are: "mean" (DDP, FSDP) or "sum". `plan` says where the
     sequence is split and gathered, in the form of the model's own `_cp_plan`, for a class that has none. `ulysses`, `ring`, `timeout`,
-    `workers`, `communicator`, `kernels` and others are those of `cpattn.torch.Context` (`TAKEN`).
+    `workers`, `communicator`, `kernels` and others are those of `cpattn.torch.Context` (`CONTEXT_OPTIONS`).
 
     The ranks compare hashes of their models' weights, of shards with those of ranks that hold the same shards; `compare_weights=False` leaves
     it out.
@@ -80,7 +80,7 @@ class ContextParallel:
         self.model: Any = model
         self.attention: Attention | None = None
         self._handles: list[Any] = []
-        self._talk: Collectives | None = None
+        self._collectives: Collectives | None = None
         self._former: list[tuple[Any, Any, Any]] = []
         self._inside = False
         self._comparing = False
@@ -97,8 +97,8 @@ class ContextParallel:
                     raise InvalidArgument(
                         f"{name} is given, and each rank has consecutive tokens of each sequence: leave it out"
                     )
-                if unknown := options.keys() - TAKEN:
-                    raise misspelt("ContextParallel", unknown, TAKEN.union(keywords(ContextParallel)))
+                if unknown := options.keys() - CONTEXT_OPTIONS:
+                    raise misspelt("ContextParallel", unknown, CONTEXT_OPTIONS.union(keywords(ContextParallel)))
                 # Invalid options are refused here, not with the first call.
                 how = {
                     name: value
@@ -113,20 +113,20 @@ class ContextParallel:
                     not type(one).__module__.startswith("diffusers.") for one in self._processors
                 )
             self._sum = gradients == "sum"
-            told_names = {
+            settings = {
                 "model": class_of(model),
                 "gradients": gradients,
                 "options": sorted(options.items()),
                 "compare_weights": compare_weights,
             }
-            told_names["plan"] = [(p.name, p.inputs, p.outputs, p.gathered) for p in self._places]
+            settings["plan"] = [(p.name, p.inputs, p.outputs, p.gathered) for p in self._places]
             compare_settings(
-                self.transport, told_names | {"processors": [type(one).__qualname__ for one in self._processors]}
+                self.transport, settings | {"processors": [type(one).__qualname__ for one in self._processors]}
             )
             if compare_weights:
                 same_weights(self.transport, model, _WEIGHTS)
-            self._talk = Collectives(self.transport.members, timeout)
-            self._attend = Attention(group, self.transport, self._talk, {"timeout": timeout, **options})
+            self._collectives = Collectives(self.transport.members, timeout)
+            self._attend = Attention(group, self.transport, self._collectives, {"timeout": timeout, **options})
         except BaseException:
             self._leave()
             raise
@@ -192,7 +192,7 @@ class ContextParallel:
             yield
         finally:
             # An outer `off` lasts, and so does a close.
-            if was_on and self._talk is not None:
+            if was_on and self._collectives is not None:
                 self._on()
 
     def check(self, *args: Any, **kwargs: Any) -> float:
@@ -220,36 +220,36 @@ class ContextParallel:
                     alone = tensors(self.model(**inputs))
                     with moved(self.model):
                         bound = FACTOR * distance(tensors(self.model(**inputs)), alone)
-            apart = distance(found, alone)
+            error = distance(found, alone)
         finally:
             self._comparing = False
             reshard(self.model, inside)
-        wrong = not apart <= bound
+        wrong = not error <= bound
         place = digest(b"check") & ~2
-        said = digests(self.transport, "check", place | wrong << 1)
-        if others := [rank for rank, one in enumerate(said) if one & ~2 != place]:
+        flags = digests(self.transport, "check", place | wrong << 1)
+        if others := [rank for rank, one in enumerate(flags) if one & ~2 != place]:
             raise Disagreement(
                 f"ranks {others} of this group are at another place of the model than rank {self.rank}, which compares it with the model alone",
                 others[0],
             )
-        if every := [rank for rank, one in enumerate(said) if one & 2]:
+        if every := [rank for rank, one in enumerate(flags) if one & 2]:
             shapes = (
                 ""
-                if apart < float("inf")
+                if error < float("inf")
                 else f" (results {[tuple(one.shape) for one in found]} for {[tuple(one.shape) for one in alone]})"
             )
             raise Unsupported(
-                f"the results of {class_of(self.model)} over the ranks are {apart:.1e} from those of the model alone, at most {bound:.1e} is due to "
+                f"the results of {class_of(self.model)} over the ranks are {error:.1e} from those of the model alone, at most {bound:.1e} is due to "
                 f"rounding{shapes}, on the ranks {every}: a sequence that the plan leaves whole on each rank, such as a text, counts once for each "
                 "rank in attention over the ranks, and a processor that computes attention itself sees one rank's tokens. Split each sequence of "
                 "joint attention in plan, gather all outputs, and give all ranks the same weights"
             )
         self._compared.add(_kind(inputs))
-        return apart
+        return error
 
     def close(self) -> None:
         """Gives the model its own attention back, and leaves the group."""
-        if self._talk is not None:
+        if self._collectives is not None:
             self._off()
             for handle in self._handles:
                 handle.remove()
@@ -258,10 +258,10 @@ class ContextParallel:
             self._leave()
 
     def _leave(self) -> None:
-        if self._talk is not None:
+        if self._collectives is not None:
             self._attend.close()
-            self._talk.close()
-            self._talk = None
+            self._collectives.close()
+            self._collectives = None
         self.transport.release()
 
     def __reduce_ex__(self, _: Any) -> Any:
@@ -271,9 +271,9 @@ class ContextParallel:
         )
 
     def _check_open(self) -> Collectives:
-        if self._talk is None:
+        if self._collectives is None:
             raise InvalidHandle("the ContextParallel is closed: make a new one, on all ranks of a group")
-        return self._talk
+        return self._collectives
 
     # Hooks
 
@@ -305,7 +305,7 @@ class ContextParallel:
             self._check_modules()
             if self._known is not None:
                 refuse(class_of(model), self._known, inputs, kwargs)
-            made = {
+            shards = {
                 name: self._split(name, kwargs[name], how)
                 for name, how in inputs.items()
                 if kwargs.get(name) is not None
@@ -313,7 +313,7 @@ class ContextParallel:
             mine = digest(content(kwargs).encode())
         compare(self.transport, "inputs", mine, _NEED)
         self._inside, self._attend.calls = True, 0
-        return (), {**kwargs, **made}
+        return (), {**kwargs, **shards}
 
     def _after(self, model: nn.Module, _: Any, output: Any) -> Any:
         inside, self._inside = self._inside, False

@@ -146,9 +146,9 @@ def plan_of(model: Any, plan: Mapping[str, Any] | None) -> tuple[list[Place], Kn
         raise InvalidArgument(
             f"plan is {plan!r}, a mapping of modules' names is needed, in the form of a _cp_plan of Diffusers"
         )
-    places = [place for key, given in plan.items() for place in _places(model, key, given)]
-    for key, given in () if known is None else known.more.items():
-        places += _places(model, key, given)
+    places = [place for key, entry in plan.items() for place in _places(model, key, entry)]
+    for key, entry in () if known is None else known.more.items():
+        places += _places(model, key, entry)
     return _merged(places), known
 
 
@@ -164,10 +164,10 @@ def _merged(places: Iterable[Place]) -> list[Place]:
     return list(found.values())
 
 
-def _places(model: nn.Module, key: str, given: Any) -> Iterator[Place]:
+def _places(model: nn.Module, key: str, value: Any) -> Iterator[Place]:
     for name, module in modules_of(model, key):
-        if isinstance(given, Mapping):
-            every = {one: how if isinstance(how, Split) else _split(key, one, how) for one, how in given.items()}
+        if isinstance(value, Mapping):
+            every = {one: how if isinstance(how, Split) else _split(key, one, how) for one, how in value.items()}
             inputs = {one: how for one, how in every.items() if isinstance(one, str)}
             takes = inspect.signature(module.forward).parameters
             if missing := [one for one in inputs if one not in takes]:
@@ -176,10 +176,10 @@ def _places(model: nn.Module, key: str, given: Any) -> Iterator[Place]:
                 )
             yield Place(name, module, inputs, {one: how for one, how in every.items() if isinstance(one, int)})
         else:
-            outputs = given if isinstance(given, list | tuple) else [given]
+            outputs = value if isinstance(value, list | tuple) else [value]
             if not all(one is None or isinstance(one, ContextParallelOutput) for one in outputs):
                 raise InvalidArgument(
-                    f"plan[{key!r}] is {given!r}, inputs by their names or a ContextParallelOutput is needed"
+                    f"plan[{key!r}] is {value!r}, inputs by their names or a ContextParallelOutput is needed"
                 )
             yield Place(name, module, gathered=tuple(None if one is None else one.gather_dim for one in outputs))
 
@@ -224,9 +224,9 @@ def has_tensors(value: Any) -> bool:
     return isinstance(value, Tensor)
 
 
-def refuse(name: str, known: Known, split: Iterable[str], given: Mapping[str, Any]) -> None:
+def refuse(name: str, known: Known, split: Iterable[str], arguments: Mapping[str, Any]) -> None:
     """Refuses arguments of a call of the model `name` that neither the plan nor the table knows."""
-    for one, value in given.items():
+    for one, value in arguments.items():
         if one in known.refused and value is not None and (isinstance(value, Tensor) or value):
             raise Unsupported(f"{one} is given to {name}, which is not supported: {known.refused[one]}")
         if one not in known.whole and one not in split and has_tensors(value):

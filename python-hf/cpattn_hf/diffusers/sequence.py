@@ -32,12 +32,14 @@ def lengths(length: int, world: int) -> list[int]:
     return [end - begin for begin, end in (bounds(length, rank, world) for rank in range(world))]
 
 
-def exchanged(data: Tensor, leaving: list[int], arriving: list[int], talk: Collectives) -> Tensor:
+def exchanged(data: Tensor, leaving: list[int], arriving: list[int], collectives: Collectives) -> Tensor:
     """Rows of bytes for each rank, in the order of the ranks; returns those from each. The numbers are of rows."""
     width = data.shape[1]
     got = torch.empty(sum(arriving), width, dtype=torch.uint8)
     try:
-        talk.exchange(got.view(-1), data.reshape(-1), *([rows * width for rows in way] for way in (arriving, leaving)))
+        collectives.exchange(
+            got.view(-1), data.reshape(-1), *([rows * width for rows in way] for way in (arriving, leaving))
+        )
     except RuntimeError as error:
         raise PeerError(f"gathering the sequence failed: {error}") from error
     return got
@@ -57,20 +59,20 @@ class Whole(torch.autograd.Function):
     """From this rank's rows [n, ...] to those of all ranks, of which each has so many."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, each: list[int], rank: int, talk: Collectives) -> Tensor:
-        ctx.rest = each, rank, talk
+    def forward(ctx: Any, rows: Tensor, each: list[int], rank: int, collectives: Collectives) -> Tensor:
+        ctx.rest = each, rank, collectives
         if not math.prod(rows.shape[1:]):
             return rows.new_empty(sum(each), *rows.shape[1:])
         sent = _bytes(rows).repeat(len(each), 1)
-        return _values(exchanged(sent, [len(rows)] * len(each), each, talk), rows)
+        return _values(exchanged(sent, [len(rows)] * len(each), each, collectives), rows)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        each, rank, talk = ctx.rest
+        each, rank, collectives = ctx.rest
         mine = each[rank]
         if not math.prod(gradient.shape[1:]):
             return gradient.new_empty(mine, *gradient.shape[1:]), None, None, None
-        got = _values(exchanged(_bytes(gradient), each, [mine] * len(each), talk), gradient)
+        got = _values(exchanged(_bytes(gradient), each, [mine] * len(each), collectives), gradient)
         wide = torch.float64 if gradient.dtype == torch.float64 else torch.float32
         total = got.view(len(each), mine, *gradient.shape[1:]).to(wide).sum(0)
         return total.to(gradient.dtype), None, None, None

@@ -48,7 +48,7 @@ class Forward(Protocol):
         """Whether the batch has blocks of tokens. Refuses numbers of this rank's tokens that do not follow from their types."""
         ...
 
-    def contrary(self, message: str) -> None:
+    def refuse_is_causal(self, message: str) -> None:
         """Refuses a layer whose `is_causal` contradicts its mask."""
         ...
 
@@ -88,19 +88,19 @@ class Current:
     forward: Forward | None = None
 
 
-def mask(mask_function: Callable[..., Any], **asked: Any) -> Mask:
+def mask(mask_function: Callable[..., Any], **arguments: Any) -> Mask:
     """The mask function, which Transformers calls for each kind of layer."""
     forward, numbers = Current.forward, list[Tensor]()
     if forward is None:
         raise Unsupported(
             "the forward pass did not begin with the model that has the ContextParallel: call that model, not a part of it"
         )
-    if isinstance(made := asked.get("attention_mask"), Mask):
-        return made
+    if isinstance(ready := arguments.get("attention_mask"), Mask):
+        return ready
     expression = read(mask_function, numbers)
-    if asked.get("q_length") != asked.get("kv_length"):
+    if arguments.get("q_length") != arguments.get("kv_length"):
         raise Unsupported(
-            f"the mask has {asked.get('kv_length')} keys and {asked.get('q_length')} queries: caches are not supported"
+            f"the mask has {arguments.get('kv_length')} keys and {arguments.get('q_length')} queries: caches are not supported"
         )
     window = window_of(simplified(expression, any([forward.blocked(one) for one in numbers]), forward.longest))
     return Mask(forward, window, bool(numbers))
@@ -142,18 +142,18 @@ def attention(
     window = attention_mask.window.hull if isinstance(attention_mask.window, Parts) else attention_mask.window
     causal = window[1] == 0
     alone = window == (0, 0)  # a query sees its own key only: both at once
-    if contrary := [
-        said
-        for said in (is_causal, getattr(module, "is_causal", None))
-        if said is not None and bool(said) != causal and not alone
+    if conflicts := [
+        flag
+        for flag in (is_causal, getattr(module, "is_causal", None))
+        if flag is not None and bool(flag) != causal and not alone
     ]:
         if not attention_mask.explicit:
             kind = "causal" if causal else "bidirectional"
-            attention_mask.forward.contrary(
-                f"{name} has is_causal={contrary[0]} and a {kind} mask: set is_causal of the layers to {causal}"
+            attention_mask.forward.refuse_is_causal(
+                f"{name} has is_causal={conflicts[0]} and a {kind} mask: set is_causal of the layers to {causal}"
             )
-    for option, given in more.items():
-        if given is not None and option not in HARMLESS and _tensors(given):
+    for option, argument in more.items():
+        if argument is not None and option not in HARMLESS and _tensors(argument):
             raise Unsupported(f"{name} uses {option}, which is not supported")
     if query.shape[2] != key.shape[2] or query.shape[0] != 1:
         raise Unsupported(

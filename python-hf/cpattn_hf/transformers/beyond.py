@@ -101,8 +101,8 @@ def beyond(cp: ContextParallel, kind: type[Any], share_prompts: bool = False) ->
             usual = model
             if module == REWARD:  # gives the model all it gets
 
-                def model(**given: Any) -> Any:
-                    return usual(**{name: value for name, value in given.items() if name != "margin"})
+                def model(**arguments: Any) -> Any:
+                    return usual(**{name: value for name, value in arguments.items() if name != "margin"})
 
             with self._replicas():
                 return super().compute_loss(model, inputs, *args, **kwargs)
@@ -140,7 +140,7 @@ def beyond(cp: ContextParallel, kind: type[Any], share_prompts: bool = False) ->
                 usual, objects = trl.gather, trl.gather_object
                 trl.gather, trl.gather_object = (
                     self.accelerator.gather,
-                    lambda given: objects(given if cp.rank == 0 else []),
+                    lambda rows: objects(rows if cp.rank == 0 else []),
                 )
                 try:
                     with self._replicas():
@@ -179,14 +179,14 @@ def beyond(cp: ContextParallel, kind: type[Any], share_prompts: bool = False) ->
     return Own
 
 
-def _refuse_in_memory(given: dict[str, Any]) -> None:
+def _refuse_in_memory(arguments: dict[str, Any]) -> None:
     """One process writes the log-probabilities of a reference into a file beside those of the data set, where the others look for them."""
     from datasets import is_caching_enabled  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
-    dataset: Any = given.get("dataset")
+    dataset: Any = arguments.get("dataset")
     if hasattr(dataset, "cache_files") and not (is_caching_enabled() and dataset.cache_files):
         raise Unsupported(
-            f"precompute_ref_log_probs is True, and the data set {given.get('name')!r} is in memory: each process would look for the results in a folder of its "
+            f"precompute_ref_log_probs is True, and the data set {arguments.get('name')!r} is in memory: each process would look for the results in a folder of its "
             "own. Use dataset.save_to_disk(folder) and datasets.load_from_disk(folder), in a folder that all processes see"
         )
 
@@ -196,20 +196,20 @@ def _batches(
 ) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
     """The arguments of a trainer that generates, with batches for replicas instead of processes; and whether a server generates."""
     bound = inspect.signature(kind.__init__).bind(None, *args, **kwargs)
-    if (given := bound.arguments.get("args")) is None:
+    if (config := bound.arguments.get("args")) is None:
         raise InvalidArgument(f"args is needed: the {kind.__name__.replace('Trainer', 'Config')} of the trainer")
-    refuse_generators(given, bound.arguments)
-    given = copy.copy(given)
-    given.generation_batch_size //= cp.ranks
+    refuse_generators(config, bound.arguments)
+    config = copy.copy(config)
+    config.generation_batch_size //= cp.ranks
     for batch, number in (
         ("generation_batch_size", "num_generations"),
         ("per_device_eval_batch_size", "num_generations_eval"),
     ):
-        size, parts = getattr(given, batch), getattr(given, number, None) or given.num_generations
+        size, parts = getattr(config, batch), getattr(config, number, None) or config.num_generations
         size *= cp.replicas if batch != "generation_batch_size" else 1
-        if size % parts and (batch == "generation_batch_size" or given.eval_strategy != "no"):
+        if size % parts and (batch == "generation_batch_size" or config.eval_strategy != "no"):
             raise InvalidArgument(
                 f"a batch of {cp.replicas} replicas has {size} prompts ({batch}; ranks of a replica have the same ones), which {parts} ({number}) does not divide"
             )
-    bound.arguments["args"] = given
-    return bound.args[1:], bound.kwargs, bool(getattr(given, "use_vllm", False))
+    bound.arguments["args"] = config
+    return bound.args[1:], bound.kwargs, bool(getattr(config, "use_vllm", False))

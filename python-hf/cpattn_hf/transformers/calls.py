@@ -107,7 +107,7 @@ class Calls:
         self._keep_hidden()
         self._asked = reader
         try:
-            return reader.given((self.model if model is None else model)(**inputs))
+            return reader.scores_of((self.model if model is None else model)(**inputs))
         finally:
             self._asked = None
 
@@ -186,6 +186,14 @@ class Calls:
         from .trainer import trainer
 
         return trainer(self, kind, flag("send_batches", send_batches), flag("share_prompts", share_prompts))  # type: ignore[arg-type]
+
+    def explain(self) -> str:
+        """The plan of the last forward pass, as `Batch.explain` has it, and for each class of recurrent layers whether they pass states or get
+        whole documents, with what both would cost."""
+        self._talk()
+        if self.last is None:
+            raise InvalidArgument("explain needs a forward pass, and there was none: call the model first")
+        return self.last.explain()
 
     def record(self, capacity: int = 1 << 16) -> None:
         """Starts to record operations of attention, at most `capacity` of them for each dtype, for `timeline` and `trace`."""

@@ -57,8 +57,8 @@ class SharedPrefixCollator:
             )
         if not pack.ids:
             raise InvalidArgument("features is empty, at least one group or tree is needed")
-        made = {"input_ids": pack.ids, "position_ids": pack.positions, "labels": pack.labels}
-        out = {name: torch.tensor([row], dtype=torch.int64) for name, row in made.items()}
+        columns = {"input_ids": pack.ids, "position_ids": pack.positions, "labels": pack.labels}
+        out = {name: torch.tensor([row], dtype=torch.int64) for name, row in columns.items()}
         if any(weight != 1 for weight, label in zip(pack.weights, pack.labels) if label != -100):
             out["loss_weights"] = torch.tensor([pack.weights], dtype=torch.float32)
         if any(count != 1 for count in pack.counts):
@@ -96,8 +96,8 @@ class SharedPrefixCollator:
                 run[0] = run[0]._replace(weight=0.0)  # nothing predicts it
             # Only a branching needs copies; what is further above one may be among the last tokens before it.
             if len(children[i]) > 1 or (children[i] and self.ahead):
-                kept = max(len(run) - 1 - self.ahead, 0)
-                tails[i], run = run[kept:], run[:kept]
+                tail_begin = max(len(run) - 1 - self.ahead, 0)
+                tails[i], run = run[tail_begin:], run[:tail_begin]
             pack.add(begin, run)
             runs[i] = len(lengths)
             lengths.append(len(run))
@@ -108,21 +108,21 @@ class SharedPrefixCollator:
         self, name: str, feature: Mapping[str, Any]
     ) -> tuple[list[int | None], list[list[int]], list[list[float]]]:
         """Parents, tokens and factors of the nodes of a group or tree."""
-        told, has = feature.get("weights"), {key for key, value in feature.items() if value is not None}
+        column, has = feature.get("weights"), {key for key, value in feature.items() if value is not None}
         if feature.get("answers") is not None:  # a data set of both kinds has None in the columns of the other
             answers = listed(f"{name}['answers']", feature["answers"])
             parents: list[int | None] = [None, *(0 for _ in answers)]
-            given = [feature.get("prompt"), *answers]
-            factors = [self.prompt, *([1.0] * len(answers) if told is None else listed(f"{name}['weights']", told))]
+            runs = [feature.get("prompt"), *answers]
+            factors = [self.prompt, *([1.0] * len(answers) if column is None else listed(f"{name}['weights']", column))]
         elif feature.get("tokens") is not None:
-            given, parents = (
+            runs, parents = (
                 listed(f"{name}['tokens']", feature["tokens"]),
                 listed(f"{name}['parents']", feature.get("parents", ())),
             )
             factors = (
                 [self.prompt if parent is None else 1.0 for parent in parents]
-                if told is None
-                else listed(f"{name}['weights']", told)
+                if column is None
+                else listed(f"{name}['weights']", column)
             )
         else:
             raise InvalidArgument(
@@ -133,9 +133,9 @@ class SharedPrefixCollator:
             raise InvalidArgument(
                 f"{name} has {others} beside {', '.join(map(repr, read))}, which nothing reads: remove these columns from the data set"
             )
-        if not len(parents) == len(given) == len(factors):
+        if not len(parents) == len(runs) == len(factors):
             raise InvalidArgument(
-                f"{name} has {len(given)} runs of tokens, {len(parents)} parents and {len(factors)} weights: equally many are needed"
+                f"{name} has {len(runs)} runs of tokens, {len(parents)} parents and {len(factors)} weights: equally many are needed"
             )
         for i, parent in enumerate(parents):
             if parent is not None:
@@ -144,13 +144,15 @@ class SharedPrefixCollator:
                     raise refused(f"{name}['parents'][{i}]", parent, f"a node before {i}, or None, is needed")
                 parents[i] = above
         tokens, weights = [], []
-        for i, (run, factor) in enumerate(zip(given, factors)):
+        for i, (run, factor) in enumerate(zip(runs, factors)):
             ids = attempt(lambda run=run: [operator.index(token) for token in run])
             if not ids:
                 raise refused(f"the run {i} of tokens of {name}", run, "at least one token id is needed")
-            said = factor.tolist() if hasattr(factor, "tolist") else factor
+            values = factor.tolist() if hasattr(factor, "tolist") else factor
             each = attempt(
-                lambda said=said: list(map(float, said)) if isinstance(said, Sequence) else [float(said)] * len(ids)
+                lambda values=values: (
+                    list(map(float, values)) if isinstance(values, Sequence) else [float(values)] * len(ids)
+                )
             )
             if each is None or len(each) != len(ids):
                 raise refused(

@@ -30,9 +30,9 @@ LAYERS = ("layerdrop", "decoder_layerdrop")
 
 def refuse_layerdrop(config: object) -> None:
     for name in LAYERS:
-        if given := getattr(config, name, 0):
+        if rate := getattr(config, name, 0):
             raise Unsupported(
-                f"config.{name} is {given}, which is not supported: each rank would leave out other layers. Set it to 0 before the model is made"
+                f"config.{name} is {rate}, which is not supported: each rank would leave out other layers. Set it to 0 before the model is made"
             )
 
 

@@ -86,8 +86,8 @@ class ByPlace:
 
     def restore(self) -> None:
         for layer in self._model.modules():
-            given: Any = vars(layer).get("forward")
-            if isinstance(layer, nn.Dropout) and isinstance(given, partial) and given.func is by_place:
+            forward: Any = vars(layer).get("forward")
+            if isinstance(layer, nn.Dropout) and isinstance(forward, partial) and forward.func is by_place:
                 del layer.forward
 
     @staticmethod

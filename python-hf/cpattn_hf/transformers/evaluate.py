@@ -28,13 +28,13 @@ def gathered(cp: ContextParallel, rows: Any) -> Any:
     loss), features of images, results of all ranks."""
     if (forward := cp.last) is None or forward.reader is not None:
         return rows
-    given, mine = len(forward.tokens), len(forward.own)
+    size, mine = len(forward.tokens), len(forward.own)
 
     def every(x: Tensor) -> Tensor:
-        if x.ndim == 2 and len(x) == given and x.shape != (1, mine):  # [tokens, experts], as a router's logits are
+        if x.ndim == 2 and len(x) == size and x.shape != (1, mine):  # [tokens, experts], as a router's logits are
             return cp.gather(x[None, :mine]).flatten(0, 1)
         # A rank without tokens has a pretended one.
-        return cp.gather(x[:, :mine]) if x.shape[:2] in ((1, given), (1, mine)) else x
+        return cp.gather(x[:, :mine]) if x.shape[:2] in ((1, size), (1, mine)) else x
 
     return _each(every, rows)
 
@@ -51,13 +51,13 @@ class Preprocess:
         mine, own = self._own(logits, labels)
         if self._found == UNKNOWN:
             transport = self._cp.transport
-            said = transport.agree(0, transport.world, self._try(mine, own))
-            if others := [rank for rank, number in enumerate(said) if number not in (MIXES, UNKNOWN, ALONE)]:
+            outcomes = transport.agree(0, transport.world, self._try(mine, own))
+            if others := [rank for rank, number in enumerate(outcomes) if number not in (MIXES, UNKNOWN, ALONE)]:
                 raise Disagreement(
                     f"ranks {others} of this group do not evaluate this batch with rank {transport.rank}: did they fail?",
                     others[0],
                 )
-            self._found = MIXES if MIXES in said else max(said)
+            self._found = MIXES if MIXES in outcomes else max(outcomes)
         if self._found != ALONE:
             return self._function(gathered(self._cp, logits), labels)
         rows = self._rows
@@ -110,21 +110,21 @@ def _close(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and torch.allclose(a.double(), b.double(), rtol=1e-5, atol=1e-6, equal_nan=True)
 
 
-def _each(function: Callable[[Tensor], Any], given: Any) -> Any:
+def _each(function: Callable[[Tensor], Any], value: Any) -> Any:
     """The function of each tensor in tuples, lists and mappings."""
-    if isinstance(given, Tensor):
-        return function(given)
-    if isinstance(given, Mapping):
-        return {name: _each(function, value) for name, value in given.items()}
-    if isinstance(given, list | tuple):
-        return type(given)(_each(function, value) for value in given)
-    return given
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, Mapping):
+        return {name: _each(function, one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_each(function, one) for one in value)
+    return value
 
 
-def _leaves(given: Any) -> list[Tensor]:
+def _leaves(value: Any) -> list[Tensor]:
     """The tensors of a result. Raises for others."""
-    if isinstance(given, Tensor):
-        return [given]
-    if not isinstance(given, list | tuple | Mapping):
-        raise TypeError(f"a {type(given).__name__} is no tensor")
-    return [leaf for value in (given.values() if isinstance(given, Mapping) else given) for leaf in _leaves(value)]
+    if isinstance(value, Tensor):
+        return [value]
+    if not isinstance(value, list | tuple | Mapping):
+        raise TypeError(f"a {type(value).__name__} is no tensor")
+    return [leaf for one in (value.values() if isinstance(value, Mapping) else value) for leaf in _leaves(one)]

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -15,6 +17,10 @@ from cpattn.torch.group import Collectives
 from .draws import Draws, seed_of_call
 from .gathered.forward import Gathers
 from .hybrids.deal import Deal
+from .hybrids.states.choice import Cost, Load, by_heads, by_states, described
+from .hybrids.states.layers import Form
+from .hybrids.states.passing import Passing
+from .hybrids.states.segments import Segment, connected, segments_of
 from .masks import Parts, Window
 from .pack import Pack
 from .scores import Reader
@@ -55,7 +61,10 @@ class Forward(Gathers):
     local: Collectives | None = None
     first_rank: int = 0
     part: int = 0  # which part of the heads this rank has (tensor parallelism)
+    recurrent: str = "heads"  # the form of recurrent layers
     deals: dict[int, Deal] = field(default_factory=dict)
+    # By the class of recurrent layers: whether they pass states, and what both forms cost.
+    passed: dict[str, tuple[bool, Load, Load]] = field(default_factory=dict)
     longest: int = field(init=False)
     tokens: Tensor = field(init=False)
 
@@ -78,22 +87,22 @@ class Forward(Gathers):
                 "dropout_seed": (seed_of_call(self.draws).number + (self.part + self.first_rank) * PARTS) % 2**64,
             }
         dtype = torch.get_autocast_dtype(v.device.type) if torch.is_autocast_enabled(v.device.type) else v.dtype
-        q, k, v = (self.held(x.to(dtype)) for x in (q, k, v))
+        q, k, v = (self.own_rows(x.to(dtype)) for x in (q, k, v))
         batch, (left, right) = self.views.of(dtype, window)
-        return self.given(batch.attention(q, k, v, window_left=left, window_right=right, **options))
+        return self.model_rows(batch.attention(q, k, v, window_left=left, window_right=right, **options))
 
     def blocked(self, numbers: Tensor) -> bool:
         if self.outer and numbers.shape == self.pack.shape:
-            kept = self.pack.kept
+            indices = self.pack.kept
             return self.views.blocked(
-                numbers.flatten()[kept.to(numbers.device)][None], torch.arange(len(kept), device=kept.device)
+                numbers.flatten()[indices.to(numbers.device)][None], torch.arange(len(indices), device=indices.device)
             )
         return self.views.blocked(numbers, self.tokens)
 
-    def contrary(self, message: str) -> None:
-        self.views.contrary(message)
+    def refuse_is_causal(self, message: str) -> None:
+        self.views.refuse_is_causal(message)
 
-    def held(self, x: Tensor) -> Tensor:
+    def own_rows(self, x: Tensor) -> Tensor:
         """The rows of x that are tokens of this rank."""
         return x[: len(self.batch.tokens)]
 
@@ -101,7 +110,7 @@ class Forward(Gathers):
         """The rows of x that are tokens of the batch of all ranks: none, where this rank's group has no documents."""
         return x[: len(self.own)]
 
-    def given(self, x: Tensor) -> Tensor:
+    def model_rows(self, x: Tensor) -> Tensor:
         """From rows for the tokens of this rank to rows for those that its model got."""
         return x if len(self.batch.tokens) else torch.cat([x, x.new_zeros(1, *x.shape[1:])])
 
@@ -121,18 +130,81 @@ class Forward(Gathers):
         return self.batch.cu_seqlens
 
     def to_heads(self, x: Tensor, side: str = "q", **heads: int) -> Tensor:
-        return self.views.batch(x.dtype).to_heads(self.held(x), side, **heads)
+        return self.views.batch(x.dtype).to_heads(self.own_rows(x), side, **heads)
 
     def to_tokens(self, x: Tensor, side: str = "q", **heads: int) -> Tensor:
-        return self.given(self.views.batch(x.dtype).to_tokens(x, side, **heads))
+        return self.model_rows(self.views.batch(x.dtype).to_tokens(x, side, **heads))
 
     def own_heads(self, side: str = "q", **heads: int) -> slice:
         return self.batch.own_heads(side, **heads)
+
+    @cached_property
+    def every_token(self) -> list[Tensor]:
+        """The indices in the batch of each rank's tokens."""
+        world = self.batch.context.world
+        return [torch.tensor(self.batch.plan.tokens(Side.Q, one), dtype=torch.int64) for one in range(world)]
 
     def deal(self, parts: int) -> Deal:
         """Who gets which heads of which documents, if a layer's heads can be cut into so many parts."""
         rank, world = self.batch.context.number, self.batch.context.world
         if (parts := min(parts, world)) not in self.deals:
-            tokens = [torch.tensor(self.batch.plan.tokens(Side.Q, one), dtype=torch.int64) for one in range(world)]
-            self.deals[parts] = Deal(self.cu_seqlens, tokens, rank, parts, self.local)
+            self.deals[parts] = Deal(self.cu_seqlens, self.every_token, rank, parts, self.local)
         return self.deals[parts]
+
+    # For recurrent layers.
+
+    @cached_property
+    def every_segment(self) -> list[list[Segment]]:
+        """The segments of each rank."""
+        return [segments_of(tokens, self.cu_seqlens) for tokens in self.every_token]
+
+    @property
+    def segments(self) -> list[Segment]:
+        return self.every_segment[self.batch.context.number]
+
+    @cached_property
+    def passing(self) -> Passing:
+        """The exchange of states that are not on the CPU, and of packs of which few documents are in several segments."""
+        every = [[one for one in some if not one.whole] for some in self.every_segment]
+        return Passing(every, self.batch.context.number, self.local)
+
+    @cached_property
+    def _scans(self) -> bool:
+        """Whether `Batch.scan` passes states on: it runs on the CPU, or wherever the kernel of others does, and has a row for each segment, also for
+        whole documents, of which a pack may have thousands."""
+        context, most = self.batch.context, 2 * max(map(len, self.passing.every))
+        return (context.device.type == "cpu" or context.kernel is not None) and max(
+            map(len, self.every_segment)
+        ) <= most
+
+    def scan(self, decay: Tensor, state: Tensor, *, matrix: bool = False) -> Tensor:
+        """From the decays and the end states of the segments that are no whole documents, [segments, ...], the initial state of each. Nothing is
+        exchanged if each document is in one segment."""
+        if not self.passing:
+            return connected(torch.zeros_like(state), decay, state)
+        if not self._scans:
+            return self.passing.scan(decay, state, matrix)
+        rows = [at for at, one in enumerate(self.segments) if not one.whole]
+        if len(rows) == len(self.segments):
+            return self.batch.scan(decay, state, matrix=matrix)
+        at = torch.tensor(rows, dtype=torch.int64, device=state.device)
+        every = (one.new_zeros(len(self.segments), *one.shape[1:]).index_copy(0, at, one) for one in (decay, state))
+        return self.batch.scan(*every, matrix=matrix)[at]
+
+    def passes(self, kind: str, form: Form, layer: Any) -> bool:
+        """Whether layers of this class pass states in this forward pass, or get whole documents."""
+        if kind not in self.passed:
+            heads, states = self._loads(form.counts(layer))
+            world = self.batch.context.world
+            cheaper = world > 1 and form.missing(layer) is None and states.total < heads.total
+            self.passed[kind] = self.recurrent == "states" or (self.recurrent == "auto" and cheaper), heads, states
+        return self.passed[kind][0]
+
+    def _loads(self, cost: Cost) -> tuple[Load, Load]:
+        lengths = [b - a for a, b in pairwise(self.cu_seqlens)]
+        size = self.batch.context.dtype.itemsize
+        return by_heads(cost, lengths, self.batch.context.world, size), by_states(cost, self.every_segment)
+
+    def explain(self) -> str:
+        """The plan of attention, and what recurrent layers do."""
+        return "\n".join((self.batch.explain(), *(described(kind, *of) for kind, of in self.passed.items())))

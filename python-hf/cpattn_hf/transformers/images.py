@@ -126,21 +126,21 @@ class Images:
     def arguments(self, forward: Forward, kwargs: dict[str, Any], draws: Callable[[], Draws]) -> dict[str, Any]:
         """The arguments of the model's forward: the whole batch."""
         forward.outer, pack = True, forward.pack
-        kept = {name: value for name, value in kwargs.items() if name not in TAKEN or name in WHOLE}
-        if isinstance(mask := kept.get("attention_mask"), Tensor):  # it may number the documents
-            kept["attention_mask"] = (mask != 0).to(mask.dtype)
+        whole_arguments = {name: value for name, value in kwargs.items() if name not in TAKEN or name in WHOLE}
+        if isinstance(mask := whole_arguments.get("attention_mask"), Tensor):  # it may number the documents
+            whole_arguments["attention_mask"] = (mask != 0).to(mask.dtype)
         positions = kwargs.get("position_ids")
         if isinstance(positions, Tensor) and positions.ndim == 3:
-            kept["position_ids"] = positions
+            whole_arguments["position_ids"] = positions
         elif positions is not None or POSITIONS not in self._methods:
             whole = pack.positions.new_zeros(pack.shape[0] * pack.shape[1])
             whole[pack.kept] = pack.positions
-            kept["position_ids"] = whole.view(pack.shape)
+            whole_arguments["position_ids"] = whole.view(pack.shape)
         if self._shards:
             forward.draws = draws()
         else:  # a tower draws the same on all ranks
             self._draws = draws
-        return kept
+        return whole_arguments
 
     # Hooks
 
@@ -237,7 +237,7 @@ def _outside(function: Callable[..., Any], usual: Callable[..., Any], *args: Any
 def _alone(arguments: Mapping[str, Any], mask: Tensor) -> list[dict[str, Any]]:
     """The arguments for each document in a call of its own. A run of image tokens is an image."""
     flat = {name: value for name, value in {**arguments, **arguments.get("kwargs", {})}.items() if name != "kwargs"}
-    made, at = list[dict[str, Any]](), 0
+    calls, at = list[dict[str, Any]](), 0
     for row in range(len(mask)):
         types = (flat["mm_token_type_ids"][row] == 1) & mask[row].bool()
         images = int((types[1:] & ~types[:-1]).sum() + types[0])
@@ -245,9 +245,9 @@ def _alone(arguments: Mapping[str, Any], mask: Tensor) -> list[dict[str, Any]]:
             name: value[row : row + 1] if isinstance(value, Tensor) and value.shape == mask.shape else value
             for name, value in flat.items()
         }
-        made.append(one | {"image_grid_thw": flat["image_grid_thw"][at : at + images]})
+        calls.append(one | {"image_grid_thw": flat["image_grid_thw"][at : at + images]})
         at += images
-    return made
+    return calls
 
 
 def _by_documents(forward: Forward, usual: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

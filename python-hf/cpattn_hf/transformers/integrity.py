@@ -34,11 +34,11 @@ def replaced(module: nn.Module, name: str, function: Any) -> bool:
 
 def configs_of(model: nn.Module, towers: Sequence[tuple[Any, Any]]) -> list[tuple[str, Any]]:
     """The configs that say how a model's layers attend, each with the class of a module that has it, without those of its towers. A copy of a layer (modules_to_save of PEFT) has a copy."""
-    apart, text = {id(config) for config, _ in towers}, type(model.config.get_text_config())  # type: ignore[operator, union-attr]
+    tower_ids, text = {id(config) for config, _ in towers}, type(model.config.get_text_config())  # type: ignore[operator, union-attr]
     every = ((type(module).__name__, vars(module).get("config")) for module in model.modules())
     found: dict[int, tuple[str, Any]] = {}
     for name, config in every:
-        if isinstance(config, text) and id(config) not in apart:
+        if isinstance(config, text) and id(config) not in tower_ids:
             found.setdefault(id(config), (name, config))
     return list(found.values())
 
@@ -56,9 +56,11 @@ class Integrity:
         """Before a pass."""
         self._take_over()
         for name, config in self._configs():
-            if (given := config._attn_implementation) != NAME and all(config is not one for one in self._others):
+            if (implementation := config._attn_implementation) != NAME and all(
+                config is not one for one in self._others
+            ):
                 raise Unsupported(
-                    f"the attention of {name} is {given!r} (set_attn_implementation, config._attn_implementation), and ContextParallel needs {NAME!r}: {WAY_OUT}"
+                    f"the attention of {name} is {implementation!r} (set_attn_implementation, config._attn_implementation), and ContextParallel needs {NAME!r}: {WAY_OUT}"
                 )
         for module, name, function in (*self._cp._mixers.replaced(), *self._cp._adapters.replaced()):
             if not replaced(module, name, function):

@@ -257,19 +257,19 @@ def slices_of(
     expression: Expression, cu_seqlens: Sequence[int], blocks: list[list[list[tuple[int, int]]]] | None
 ) -> list[Slice]:
     """The slices of a mask over documents, whose blocks are given by document. No pair is in two of them."""
-    made = []
+    slices = []
     for at, (a, b) in enumerate(pairwise(cu_seqlens)):
         for piece in _pieces(expression, a, b, [] if blocks is None else blocks[at]):
             if (found := _both(piece, piece)) is not None:
                 q0, q1, k0, k1, low, high = found
                 cut = low if low > k0 - q1 + 1 else None, high if high < k1 - 1 - q0 else None
-                made.append(Slice(q0, q1, k0, k1, q0 - k0, *cut))
-    return made
+                slices.append(Slice(q0, q1, k0, k1, q0 - k0, *cut))
+    return slices
 
 
 def chunked(slices: Iterable[Slice], size: int, positions: Sequence[int]) -> list[Slice]:
     """The pairs of slices whose tokens are in one chunk by their positions, which each slice must count as the tokens do."""
-    made = []
+    chunks = []
     for at, one in enumerate(slices):
         q0, q1, k0, k1, start, low, high = one.complete
         if q0 >= q1 or k0 >= k1:
@@ -284,5 +284,5 @@ def chunked(slices: Iterable[Slice], size: int, positions: Sequence[int]) -> lis
             a, b = max(q0, q0 + chunk * size - first), min(q1, q0 + (chunk + 1) * size - first)
             c, d = max(k0, k0 + chunk * size - of_k), min(k1, k0 + (chunk + 1) * size - of_k)
             if c < d:
-                made.append(Slice(a, b, c, d, a - q0 + start - (c - k0), low, high))
-    return made
+                chunks.append(Slice(a, b, c, d, a - q0 + start - (c - k0), low, high))
+    return chunks

@@ -13,18 +13,19 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from cpattn.arguments import instance, refused
+from cpattn.arguments import attempt, instance, one_of, refused
 from cpattn.errors import InvalidArgument, Unsupported
+from cpattn.options import Layout
 from cpattn.torch.group import Gathered, Halo
 from .attention import Current
-from .hybrids import mixer_of
+from .hybrids import form_of, mixer_of
 from .hybrids.deal import Deal
 
 # The keyword with which a model passes the forward pass to its layers.
@@ -65,11 +66,47 @@ def _given(documents: Any, function: Callable[..., Any], *args: Any, **kwargs: A
         _block.documents = outer
 
 
+def striped() -> Unsupported:
+    return Unsupported(
+        "recurrent is 'states', and layout is 'striped', with which a rank has no consecutive tokens: use another layout, or recurrent='heads'"
+    )
+
+
+def _check(name: str, recurrent: str, layers: Iterable[torch.nn.Module], options: dict[str, Any]) -> None:
+    """Refuses a form of recurrent layers that the model's layers do not have."""
+    if not isinstance(recurrent, str) or recurrent not in ("auto", "states", "heads"):
+        raise refused(
+            "recurrent",
+            recurrent,
+            "'auto', 'states' (each rank has its own tokens) or 'heads' (whole documents) is needed",
+        )
+    if recurrent == "auto":
+        return
+    forms = {type(layer): (layer, form) for layer in layers if (form := form_of(layer))}
+    if not forms:
+        raise InvalidArgument(
+            f"recurrent is {recurrent!r}, and {name} has no recurrent layer of Transformers without a mixer of yours: leave recurrent out"
+        )
+    if (
+        recurrent == "states"
+        and attempt(lambda: one_of("layout", options.get("layout", Layout.AUTO), Layout)) == Layout.STRIPED
+    ):
+        raise striped()
+    for layer, form in forms.values():
+        if recurrent == "states" and (missing := form.missing(layer)):
+            raise Unsupported(f"recurrent is 'states', and {missing}: use recurrent='heads', or leave it out")
+
+
 class Mixers:
     """The mixers of a model's layers: those that a user gives, by class, and those of Transformers' hybrids."""
 
     def __init__(
-        self, model: torch.nn.Module, mixers: Mapping[type[torch.nn.Module], Mixer], options: dict[str, Any], ranks: int
+        self,
+        model: torch.nn.Module,
+        mixers: Mapping[type[torch.nn.Module], Mixer],
+        options: dict[str, Any],
+        ranks: int,
+        recurrent: str = "auto",
     ) -> None:
         self.layers: dict[torch.nn.Module, Mixer] = {}
         for kind, mixer in instance(
@@ -92,6 +129,8 @@ class Mixers:
             module: found for module in model.modules() if module not in self.layers and (found := mixer_of(module))
         }
         self.layers |= known
+        self.recurrent = recurrent
+        _check(type(model).__name__, recurrent, known, options)
         self._blocks = [
             module for module in model.modules() if any(child in self.layers for child in module.children())
         ]

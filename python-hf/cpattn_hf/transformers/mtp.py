@@ -69,7 +69,7 @@ class TokensAhead:
                 tuple(rows.shape) if isinstance(rows, Tensor) else rows,
                 f"a tensor (1, {len(forward.tokens)}, ...) is needed",
             )
-        return forward.given(forward.batch.shift(forward.held(rows[0]), by, fill))[None]
+        return forward.model_rows(forward.batch.shift(forward.own_rows(rows[0]), by, fill))[None]
 
     def loss(self, head: Callable[[Tensor], Tensor], hidden: Tensor, by: int) -> Tensor:
         """The loss of the whole batch for the labels `by` places later than those of the model, on every rank. `head` makes logits of
@@ -89,13 +89,13 @@ class TokensAhead:
         def part(rows: Tensor, labels: Tensor, *weights: Tensor) -> Tensor:
             return summed(head(rows)[0], labels, *weights)
 
-        given = (hidden, labels) if weights is None else (hidden, labels, weights)
+        tensors = (hidden, labels) if weights is None else (hidden, labels, weights)
         if not cp.tile:
-            own = part(*given)
+            own = part(*tensors)
         else:
             number = number_of(cp, forward, cp.tile, head)
             split = zip(
-                hidden.tensor_split(number, dim=1), *(one.tensor_split(number) for one in given[1:]), strict=True
+                hidden.tensor_split(number, dim=1), *(one.tensor_split(number) for one in tensors[1:]), strict=True
             )
             own = sum(
                 (checkpoint(part, *one, use_reentrant=False) for one in split),

@@ -41,16 +41,16 @@ def refuse_owners(model: Any, members: Sequence[int]) -> None:
     deepspeed = kind.startswith("DeepSpeed") and isinstance(
         inside, torch.nn.Module
     )  # an engine, which has the attributes of its model
-    taken = (
+    accepted = (
         isinstance(model, torch.nn.Module)
         and not deepspeed
         and all(hasattr(model, name) for name in ("config", "set_attn_implementation"))
     )
-    if not taken and isinstance(inside, torch.nn.Module):
+    if not accepted and isinstance(inside, torch.nn.Module):
         raise Unsupported(
             f"the model is a {kind} around a {type(inside).__name__}: ContextParallel(model) first, and then wrap it with {kind}"
         )
-    if not taken:
+    if not accepted:
         raise refused("model", model, "a model of Transformers is needed, with config and set_attn_implementation")
     refuse_parts(model, members)
     refuse_parallel()

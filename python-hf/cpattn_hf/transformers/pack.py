@@ -144,23 +144,23 @@ def _mask(mask: Any, ids: Tensor) -> Tensor:
     return kept
 
 
-def slices_given(inputs: Mapping[str, Any], tokens: int, padded: bool) -> tuple[Slice, ...] | None:
+def slices_argument(inputs: Mapping[str, Any], tokens: int, padded: bool) -> tuple[Slice, ...] | None:
     """The slices of a call: a list of Slice, or rows of their numbers (`Slice.complete`) in a tensor."""
-    if (given := inputs.get("slices")) is None:
+    if (argument := inputs.get("slices")) is None:
         return None
-    if isinstance(given, Tensor):
+    if isinstance(argument, Tensor):
         if (
-            given.ndim != 2
-            or given.shape[1] != len(Slice._fields)
-            or given.is_floating_point()
-            or given.is_complex()
-            or given.dtype == torch.bool
+            argument.ndim != 2
+            or argument.shape[1] != len(Slice._fields)
+            or argument.is_floating_point()
+            or argument.is_complex()
+            or argument.dtype == torch.bool
         ):
             raise InvalidArgument(
-                f"slices has the shape {tuple(given.shape)} and the type {given.dtype}, whole numbers (slices, 7) are needed"
+                f"slices has the shape {tuple(argument.shape)} and the type {argument.dtype}, whole numbers (slices, 7) are needed"
             )
-        given = [Slice(*row) for row in given.tolist()]
-    slices = checked("slices", given)
+        argument = [Slice(*row) for row in argument.tolist()]
+    slices = checked("slices", argument)
     for at, one in enumerate(slices):
         if max(one.q_end, one.k_end) > tokens:
             raise InvalidArgument(
@@ -228,10 +228,10 @@ def _weights(name: str, inputs: Mapping[str, Any], shape: tuple[int, int]) -> Te
     return given.float()
 
 
-def _from(first: int, ids: Tensor, positions: Tensor, begins: Tensor, given: bool, skips: bool) -> Tensor:
+def _from(first: int, ids: Tensor, positions: Tensor, begins: Tensor, explicit: bool, skips: bool) -> Tensor:
     """The positions in a model that counts from `first`, the number after that of the padding. Without position_ids it may leave out
     tokens with the padding's id, which random words of a collator can have."""
-    if first and not given:
+    if first and not explicit:
         words = ids != first - 1 if skips else torch.ones_like(ids, dtype=torch.bool)
         total = words.cumsum(0)
         before = F.pad(total, (1, 0))[begins].repeat_interleave(F.pad(begins, (0, 1), value=len(ids)).diff())
@@ -239,13 +239,13 @@ def _from(first: int, ids: Tensor, positions: Tensor, begins: Tensor, given: boo
     if not first:
         return positions
     # Left-padded rows counted from 0 begin with the number of their padding tokens: the same row must not depend on the others.
-    said = sorted(set(positions[begins].tolist()))
-    if said not in ([0], [first]):
+    firsts = sorted(set(positions[begins].tolist()))
+    if firsts not in ([0], [first]):
         raise InvalidArgument(
-            f"position_ids of documents begin with {said[:5]}, 0 in all documents or {first} in all, with which the model's own positions "
+            f"position_ids of documents begin with {firsts[:5]}, 0 in all documents or {first} in all, with which the model's own positions "
             "begin, is needed: leave position_ids out, and give attention_mask for rows or cu_seqlens for packs"
         )
-    return positions + (first if said == [0] else 0)
+    return positions + (first if firsts == [0] else 0)
 
 
 def _starts(inputs: Mapping[str, Any], ids: Tensor) -> Tensor:
@@ -330,7 +330,7 @@ def pack(inputs: Mapping[str, Any], first: int = 0, shifted: bool = True, skips:
         raise InvalidArgument("attention_mask leaves no token of input_ids, at least one is needed")
     begins = starts.flatten()[places].nonzero().flatten()
     padded = len(places) < ids.numel()
-    slices = slices_given(inputs, len(places), padded)
+    slices = slices_argument(inputs, len(places), padded)
     if slices is not None and (rows != 1 or (padded and not kept[0, 0])):
         where = ", with padding at the left" * padded
         raise Unsupported(

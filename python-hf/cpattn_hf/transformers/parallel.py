@@ -21,7 +21,7 @@ from cpattn.arguments import keywords, misspelt, named
 from cpattn.errors import Error, InvalidArgument, Unsupported
 from cpattn.groups import RankGroup
 from cpattn.packing import over_all
-from cpattn.options import CHOSEN, RUNS, PlanOptions
+from cpattn.options import CHOSEN, RUNS, Layout, PlanOptions
 from cpattn.plan import Plan
 from cpattn.torch import Context, GlooTransport
 from cpattn.torch.kernels import of_model
@@ -38,8 +38,9 @@ from .groups import GroupSizes, refuse_beside, sizes_of, tokens_of
 from .images import Images
 from .inputs import LOSSES, checked, loss_of
 from .integrity import Integrity, configs_of
+from .loss_trial import PLACES
 from .mesh import group_of
-from .mixers import Mixer, Mixers
+from .mixers import Mixer, Mixers, striped
 from .mtp import MultiToken
 from .owners import refuse_owners, refuse_pickle
 from .pack import TAKEN, Pack
@@ -72,7 +73,9 @@ class ContextParallel(Calls):
     `layout_parameter`, `workers`, `timeout`, `communicator`, `kernels` are those of `cpattn.torch.Context`. `kernels="model"` are
     those that the model has (`attn_implementation`). With `tile`, logits exist for `tile` tokens at a time: the loss is the same, and
     no logits are returned. Layers of Transformers' hybrids that mix tokens outside of attention run on any mesh; `mixers` are
-    functions for other classes of such layers, or instead (Ulysses over all ranks): see docs/models.md.
+    functions for other classes of such layers, or instead (Ulysses over all ranks): see docs/models.md. `recurrent` says what their recurrent
+    layers do: "heads" (a rank gets whole documents for its share of the heads), "states" (it has its own tokens, and states pass between
+    ranks), or "auto", what costs less for the batch's documents: `explain` says which.
     With `dropout="position"` each `torch.nn.Dropout` drops by the places of tokens in the batch, so that training does not depend on the
     number of ranks; otherwise each rank draws its own. (Attention drops by places always.)
     The ranks compare hashes of their models' weights first, and once more in the first pass, of shards with those of ranks that hold the same ones;
@@ -95,6 +98,7 @@ class ContextParallel(Calls):
         timeout: float = 300.0,
         workers: int = 1,
         mixers: Mapping[type[torch.nn.Module], Mixer] | None = None,
+        recurrent: str = "auto",
         dropout: str = "rank",
         compare_weights: bool = True,
         group_sizes: Sequence[int] | None = None,
@@ -122,6 +126,7 @@ class ContextParallel(Calls):
             "gradients": gradients,
             "tile": tile,
             "vision": vision,
+            "recurrent": recurrent,
             "dropout": dropout,
             "compare_weights": compare_weights,
             "group_sizes": group_sizes,
@@ -141,7 +146,7 @@ class ContextParallel(Calls):
                     if dropout not in ("rank", "position"):
                         raise refused("dropout", dropout, "'rank' (each rank draws its own) or 'position' is needed")
                     self._dropouts = ByPlace(model) if dropout == "position" else None
-                    self._look(model, len(members), replicas, gradients, tile, mixers or {}, vision)
+                    self._look(model, len(members), replicas, gradients, tile, mixers or {}, vision, recurrent)
                     self._look_at_groups(model, group_sizes, group_tokens, group_machine, members, timeout)
                     self._compare = flag("compare_weights", compare_weights)
                 settings |= {"options": sorted(options.items()), "model": type(model).__name__}
@@ -189,6 +194,7 @@ class ContextParallel(Calls):
         tile: int,
         mixers: Mapping[type[torch.nn.Module], Mixer],
         vision: str,
+        recurrent: str,
     ) -> None:
         """The checks that need no other rank, and change nothing."""
         names = {*keywords(ContextParallel), *CHOSEN, *RUNS, "plans", "own_tokens", "communicator", "kernels"}
@@ -209,7 +215,7 @@ class ContextParallel(Calls):
         self.ranks, self.config = ranks // replicas, model.config.get_text_config()
         refuse_layerdrop(self.config)
         self._takes = frozenset(inspect.signature(model.forward).parameters)
-        self._mixers, self._adapters = Mixers(model, mixers, self._options, self.ranks), Adapters(model)
+        self._mixers, self._adapters = Mixers(model, mixers, self._options, self.ranks, recurrent), Adapters(model)
         self._images = Images(model, vision, self._mixers, self._takes)
         self._peers.refuse(
             type(model).__name__,
@@ -256,9 +262,8 @@ class ContextParallel(Calls):
             self._kept = Kept(model)
             self._kept.replace()
         ulysses = self._options.get("ulysses")  # which other layers than those with kernels do not limit
-        self._found = probe(
-            model, self._takes, self._mixers, self._kept, ulysses if isinstance(ulysses, int) and ulysses > 0 else 1
-        )
+        heads = ulysses if isinstance(ulysses, int) and ulysses > 0 else 1
+        self._found = probe(model, self._takes, self._mixers, self._kept, heads, LOSSES.get(loss_of(model)))
         if self._kept:
             self._kept.restore()
         self._integrity = Integrity(self)
@@ -359,6 +364,9 @@ class ContextParallel(Calls):
                         inputs.get("input_ids") is not None,
                         LOSSES.get(loss_of(self.model), True),
                     )
+                if found.labels is not None and reader is None and (own := self._found.loss):
+                    if own != PLACES or inputs.get("shift_labels") is None:
+                        raise Unsupported(f"labels are given to {type(self.model).__name__}: {own}")
                 if reader and found.weights is not None:
                     raise Unsupported(
                         "loss_weights are given where the loss is not that of labels of tokens: leave them out, and weigh the results"
@@ -379,11 +387,22 @@ class ContextParallel(Calls):
             found, lambda dtype: self._context(dtype).batch(found.cu_seqlens, slices=found.slices), self._found.blocks
         )
         batch = views.batch(self.model.dtype)
+        if self._mixers.recurrent == "states" and batch.plan.describe().layout == Layout.STRIPED:
+            raise striped()
         self._peers.compare_pass(
             self.model, found.bytes() + repr((items, batch.plan.distribution)).encode() + more, transport
         )
         forward = Forward(
-            found, views, batch, items, found.labels, found.weights, reader, group=self._talk(), part=self._peers.number
+            found,
+            views,
+            batch,
+            items,
+            found.labels,
+            found.weights,
+            reader,
+            group=self._talk(),
+            part=self._peers.number,
+            recurrent=self._mixers.recurrent,
         )
         forward.size = reader.tile if reader else self.tile if found.labels is not None else 0
         return forward
@@ -395,6 +414,9 @@ class ContextParallel(Calls):
             pack, lambda dtype: sizes.at(group.ranks, dtype, self._made).batch(pack.cu_seqlens), self._found.blocks
         )
         batch = views.batch(self.model.dtype)
+        with refusing(self.transport):
+            if self._mixers.recurrent == "states" and batch.plan.describe().layout == Layout.STRIPED:
+                raise striped()
         forward = Forward(
             pack,
             views,
@@ -408,6 +430,7 @@ class ContextParallel(Calls):
             own=places[batch.tokens] if group.documents else places[:0],
             local=sizes.collectives(group.ranks),
             first_rank=group.first_rank,
+            recurrent=self._mixers.recurrent,
         )
         forward.size = reader.tile if reader else self.tile if found.labels is not None else 0
         return forward

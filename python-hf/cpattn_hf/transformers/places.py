@@ -38,7 +38,7 @@ INDEXES = (
 COUNTS = (aten.arange.default, aten.arange.start)
 
 
-def beyond(config: Any, rows: int) -> int:
+def far_position(config: Any, rows: int) -> int:
     """A position that the model has, from which on no number of its config is larger, if there is one."""
     most = next((one for name in LENGTHS if isinstance(one := getattr(config, name, None), int)), 0)
     rope = getattr(config, "rope_parameters", None) or {}
@@ -84,23 +84,23 @@ class Places(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
         kwargs = kwargs or {}
         if func in TAKES:
             self._take(func, args)
-        made = func(*args, **kwargs)
+        out = func(*args, **kwargs)
         if func in INDEXES:
             self._rows |= self._known(
                 args[1] if func in (aten.index.Tensor, aten.index_put.default, aten.index_put_.default) else args
             )
-        if func in COUNTS and made.numel() == self._positions.numel() and not made.is_floating_point():
+        if func in COUNTS and out.numel() == self._positions.numel() and not out.is_floating_point():
             self._calls += 1
-            made = made + self.by if self._calls in self.moved else made
-            self._of[id(made)] = made, frozenset((self._calls,))
-        elif isinstance(made, Tensor) and self._of and made.dtype != torch.bool:
+            out = out + self.by if self._calls in self.moved else out
+            self._of[id(out)] = out, frozenset((self._calls,))
+        elif isinstance(out, Tensor) and self._of and out.dtype != torch.bool:
             # Kept with the tensor, so that no other one gets its id. Several numbers may cancel out: they are moved together.
             if calls := self._known(args):
-                if made.is_floating_point():
+                if out.is_floating_point():
                     self._counted |= calls
                 else:
-                    self._of[id(made)] = made, calls
-        return made
+                    self._of[id(out)] = out, calls
+        return out
 
     def _known(self, tensors: Any) -> frozenset[int]:
         """The calls of arange that tensors come from."""

@@ -23,10 +23,13 @@ from cpattn.torch.group import Gathered, Halo, Reads, bands_of
 from cpattn.torch.group import Runs
 from .attention import Current
 from .hybrids.deal import Deal
+from .hybrids.states.layers import Form
+from .hybrids.states.segments import Segment
+from .loss_trial import difference
 from .masks import ARGUMENTS, SAMPLE, TYPES, Blocks, Parts, Window, rule
 from .mixers import Mixers
 from .owners import trial
-from .places import Places, beyond
+from .places import Places, far_position
 from .pooled import Kept
 from .zero import shape_of
 
@@ -38,17 +41,18 @@ class Alone:
 
     longest = UNLIMITED
 
-    def __init__(self) -> None:
+    def __init__(self, recurrent: str = "heads") -> None:
+        self._recurrent = recurrent
         # The kinds of layers, and the number of calls of each.
         self.kinds: Counter[tuple[tuple[str, int], ...]] = Counter()
         self.numbers: list[Tensor] = []  # of blocks
-        self.contraries: list[str] = []
+        self.conflicts: list[str] = []
         # The window of a layer with gathered keys.
         self.gathered: Window | None = None
         self.places: Tensor | None = None
 
-    def contrary(self, message: str) -> None:
-        self.contraries.append(message)
+    def refuse_is_causal(self, message: str) -> None:
+        self.conflicts.append(message)
 
     def blocked(self, numbers: Tensor) -> bool:
         self.numbers.append(numbers)
@@ -102,12 +106,22 @@ class Alone:
     def deal(self, parts: int) -> Deal:
         return Deal(self.cu_seqlens, [torch.arange(self.cu_seqlens[-1])], 0, 1, None)
 
+    @property
+    def segments(self) -> list[Segment]:
+        return [Segment(one, 0, 1, one, True, True) for one in range(self.cu_seqlens[-1])]
+
+    def scan(self, decay: Tensor, state: Tensor, *, matrix: bool = False) -> Tensor:
+        return torch.zeros_like(state)
+
+    def passes(self, kind: str, form: Form, layer: Any) -> bool:
+        return self._recurrent == "states"
+
 
 class Found(NamedTuple):
     """The kinds of a model's layers, each with the number of its layers; the first position of a document; the number of positions
     from there on that the model has; whether it counts no tokens with the padding's id; the number of token types, 0 if it takes none,
-    the name of their argument, and the blocks that they make in its masks; whether the head reads one token of a row; and how
-    often a pass runs attention with kernels."""
+    the name of their argument, and the blocks that they make in its masks; whether the head reads one token of a row; how
+    often a pass runs attention with kernels; and what its loss is, if not that of its labels."""
 
     layers: list[tuple[int, dict[str, int]]]
     first: int
@@ -118,6 +132,7 @@ class Found(NamedTuple):
     blocks: Blocks | None
     pooled: bool
     runs: int
+    loss: str = ""
 
     @property
     def told(self) -> list[tuple[int, dict[str, int]]]:
@@ -128,8 +143,16 @@ class Found(NamedTuple):
         ]
 
 
-def probe(model: Any, takes: frozenset[str], mixers: Mixers, kept: Kept | None = None, heads: int = 1) -> Found:
-    """Raises Unsupported if the model would be wrong. A model without attention that uses kernels has tokens as for so many `heads`."""
+def probe(
+    model: Any,
+    takes: frozenset[str],
+    mixers: Mixers,
+    kept: Kept | None = None,
+    heads: int = 1,
+    shifted: bool | None = None,
+) -> Found:
+    """Raises Unsupported if the model would be wrong. A model without attention that uses kernels has tokens as for so many `heads`. Its loss is
+    that of labels which it shifts or not, or of something else."""
     name = type(model).__name__
     if any(p.is_meta for p in model.parameters()):
         raise Unsupported(
@@ -161,11 +184,12 @@ def probe(model: Any, takes: frozenset[str], mixers: Mixers, kept: Kept | None =
     more = {"use_cache": False} if "use_cache" in takes else {}
     training = [module for module in model.modules() if module.training]
     model.eval()
-    forward, calls = Alone(), 0
+    forward, calls = Alone(mixers.recurrent), 0
     tables = Places()  # type: ignore[no-untyped-call, unused-ignore]
 
-    def logits(order: Tensor, first: int | Tensor | None, of: Tensor | None = None, ids: Tensor = ids) -> Tensor:
-        """Of these tokens, with positions from `first`, or without position_ids; with types of their own."""
+    def outputs(
+        order: Tensor, first: int | Tensor | None, of: Tensor | None = None, ids: Tensor = ids, **labels: Tensor
+    ) -> Any:
         nonlocal calls
         Current.forward, calls = forward, calls + 1
         tables.begin(order)
@@ -173,7 +197,11 @@ def probe(model: Any, takes: frozenset[str], mixers: Mixers, kept: Kept | None =
         forward.places = None if first is None else order + first
         where = {} if first is None else {"position_ids": (order + first)[None]}
         where |= {named: (ids[order] % types if of is None else of)[None]} if types or of is not None else {}
-        out = model(input_ids=ids[order][None], **where, **more, **mixers.arguments(forward))
+        return model(input_ids=ids[order][None], **where, **more, **labels, **mixers.arguments(forward))
+
+    def logits(order: Tensor, first: int | Tensor | None, of: Tensor | None = None, ids: Tensor = ids) -> Tensor:
+        """Of these tokens, with positions from `first`, or without position_ids; with types of their own."""
+        out = outputs(order, first, of, ids)
         found = getattr(out, "logits", None)
         if kept is not None:
             pooled, found = found, kept.take()
@@ -193,7 +221,7 @@ def probe(model: Any, takes: frozenset[str], mixers: Mixers, kept: Kept | None =
             )
         return found[0].double()
 
-    def apart(a: Tensor, b: Tensor) -> float:
+    def gap(a: Tensor, b: Tensor) -> float:
         return float((a - b).abs().max() / usual.std().clamp(min=1e-30))
 
     most = 1e-3 if words.dtype in (torch.float32, torch.float64) else 0.2
@@ -205,25 +233,31 @@ def probe(model: Any, takes: frozenset[str], mixers: Mixers, kept: Kept | None =
             distances: dict[int, float] = {}
             for one in firsts:
                 if 0.0 not in distances.values() and one + len(every) <= tables.rows:
-                    distances[one] = apart(logits(every, one), usual)
+                    distances[one] = gap(logits(every, one), usual)
             # The nearest: in half precision, a table of small positions is near enough from any of them.
             near = [one for one in distances if distances[one] <= most]
             first = min(near, key=distances.__getitem__, default=None)
-            distance = apart(logits(some, first or 0), usual[some])
+            distance = gap(logits(some, first or 0), usual[some])
             if any(bool((one >= 0).any()) for one in forward.numbers):
                 raise Unsupported(
                     "its mask has blocks of tokens that do not come from token types, which is not supported: use cpattn.torch"
                 )
             rows, counted, kinds = tables.rows, calls, forward.kinds.copy()
-            if first is not None and (far := beyond(config, rows) - len(every)) > first:
-                distance = max(distance, _far(logits, every, some, far, tables, apart))
+            if first is not None and (far := far_position(config, rows) - len(every)) > first:
+                distance = max(distance, _far(logits, every, some, far, tables, gap))
             skips = bool(first) and _skips(logits, ids, every, first or 0)
+            loss = ""
+            if kept is None and shifted is not None and "labels" in takes:
+                with suppress(Exception):  # it may want other inputs beside labels
+                    loss = difference(
+                        model, outputs(every, first, labels=ids[None]), ids, shifted, 2e-5 if most < 0.1 else 0.02
+                    )
             if named and not types:
                 types, blocks = _typed(
                     forward, logits, torch.arange(len(SAMPLE), device=words.device) % len(ids), first or 0, most
                 )
-            if forward.contraries:
-                raise Unsupported(forward.contraries[0])
+            if forward.conflicts:
+                raise Unsupported(forward.conflicts[0])
     except Error as error:
         raise type(error)(f"{name}: {error}") from error
     except Exception as error:
@@ -262,7 +296,7 @@ def probe(model: Any, takes: frozenset[str], mixers: Mixers, kept: Kept | None =
             "spaces) need mixers"
         )
     layers = [(count // counted, dict(kind)) for kind, count in kinds.items()]
-    return Found(layers, first, rows, skips, types, named, blocks, kept is not None, runs)
+    return Found(layers, first, rows, skips, types, named, blocks, kept is not None, runs, loss)
 
 
 def _far(
@@ -271,15 +305,15 @@ def _far(
     some: Tensor,
     far: int,
     places: Places,
-    apart: Callable[[Tensor, Tensor], float],
+    gap: Callable[[Tensor, Tensor], float],
 ) -> float:
     """What tokens in another order, and the model's own numbers of their places, change at positions that only long documents have."""
     usual = logits(every, far)
     counted = places.counted
-    distance = apart(logits(some, far), usual[some])
+    distance = gap(logits(some, far), usual[some])
     if counted:
         places.moved, places.by = counted, far
-        distance = max(distance, apart(logits(every, far), usual))
+        distance = max(distance, gap(logits(every, far), usual))
         places.moved = frozenset()
     return distance
 
@@ -299,14 +333,14 @@ def _typed(
 ) -> tuple[int, Blocks | None]:
     """The number of types that a model without a table of types takes, 0 if it does something else with them than blocks in its masks, and
     the rule of the blocks."""
-    contraries, usual = forward.contraries, logits(order, first)
+    conflicts, usual = forward.conflicts, logits(order, first)
     found: tuple[int, Blocks | None] = (0, None)
-    forward.numbers, forward.contraries = [], []
+    forward.numbers, forward.conflicts = [], []
     # It may take other types, or none without its other inputs: a batch with types is then refused.
     with suppress(Exception):
         typed = logits(order, first, torch.tensor(SAMPLE, device=order.device))
         if float((typed - usual).abs().max()) <= most * float(usual.std()):
             found = TYPES, rule(forward.numbers)
     if found[1] is None:  # types decide nothing that a layer sees
-        forward.contraries = contraries
+        forward.conflicts = conflicts
     return found

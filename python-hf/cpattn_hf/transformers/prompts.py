@@ -40,10 +40,10 @@ def packed(input_ids: Tensor, attention_mask: Tensor, completion: int) -> Packed
         )
     every, masks = input_ids.tolist(), mask.tolist()
     groups: dict[tuple[int, ...], list[tuple[int, list[int]]]] = {}
-    for row, (ids, kept) in enumerate(zip(every, masks, strict=True)):
-        prompt = tuple(token for token, one in zip(ids[:begin], kept[:begin], strict=True) if one)
+    for row, (ids, present) in enumerate(zip(every, masks, strict=True)):
+        prompt = tuple(token for token, one in zip(ids[:begin], present[:begin], strict=True) if one)
         groups.setdefault(prompt, []).append(
-            (row, [token for token, one in zip(ids[begin:], kept[begin:], strict=True) if one])
+            (row, [token for token, one in zip(ids[begin:], present[begin:], strict=True) if one])
         )
     pack = _Pack()
     for prompt, members in groups.items():

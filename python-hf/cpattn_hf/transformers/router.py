@@ -48,7 +48,7 @@ class Sum(torch.autograd.Function):
         return gradient * ctx.factor, None, None
 
 
-def _asked(cp: ContextParallel, names: tuple[str, ...], config: bool) -> Any:
+def _setting(cp: ContextParallel, names: tuple[str, ...], config: bool) -> Any:
     # A model has copied them from its config. TRL's fused head reads the config.
     found = (getattr(one, name, None) for one in (cp.config, cp.model)[:: 1 if config else -1] for name in names)
     return next((value for value in found if value is not None), None)
@@ -82,18 +82,18 @@ def _loss(sums: Tensor) -> Tensor:
     return (counts * total).sum() * len(counts) / sums[-1] ** 2
 
 
-def router_loss(cp: ContextParallel, forward: Forward, given: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+def router_loss(cp: ContextParallel, forward: Forward, loss: Tensor, factor: float) -> tuple[Tensor, Tensor]:
     """The loss over all tokens, and its share of the model's loss, from this rank's router logits and the model's own loss of its tokens."""
     assert forward.group is not None
     layers = [logits.flatten(0, -2) for logits in forward.router or () if isinstance(logits, Tensor)]
-    chosen, weight = (_asked(cp, names, forward.reader is not None) for names in (CHOSEN, WEIGHT))
+    chosen, weight = (_setting(cp, names, forward.reader is not None) for names in (CHOSEN, WEIGHT))
     known = bool(layers) and isinstance(chosen, int) and isinstance(weight, int | float)
     known = known and all(logits.shape == (len(forward.tokens), layers[0].shape[-1]) for logits in layers)
     if known:
         mine = _loss(_sums(layers, chosen)).detach()
         near = 1e-4 if layers[0].dtype in (torch.float32, torch.float64) else 2e-2
         known = bool(
-            torch.isclose(given.to(mine.dtype), mine, rtol=near, atol=0, equal_nan=True)
+            torch.isclose(loss.to(mine.dtype), mine, rtol=near, atol=0, equal_nan=True)
         )  # NaN in a model that diverges
     # All ranks agree before they exchange numbers of experts.
     agreed = torch.tensor([0 if known else 1])
@@ -106,4 +106,4 @@ def router_loss(cp: ContextParallel, forward: Forward, given: Tensor, factor: fl
     weights = None if (every := forward.whole.router_weights) is None else every[forward.own]
     parts = _sums([forward.counted(logits) for logits in layers], chosen, weights)
     whole = _loss(Sum.apply(parts, forward.group, factor))  # type: ignore[no-untyped-call]
-    return whole.to(given.dtype), (whole * weight).to(given.dtype)
+    return whole.to(loss.dtype), (whole * weight).to(loss.dtype)

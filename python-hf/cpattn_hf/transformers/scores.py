@@ -33,8 +33,8 @@ def spread(pack: Pack, tokens: Tensor, rows: Tensor, fill: float, group: Collect
     every[tokens.cpu()] = rows.detach().cpu()
     group.sum(every.view(-1).view(torch.uint8))
     if len(pack.ids) < (places := pack.shape[0] * pack.shape[1]):
-        given, every = every, torch.full((places, *rows.shape[1:]), fill, dtype=rows.dtype)
-        every[pack.kept.cpu()] = given
+        own, every = every, torch.full((places, *rows.shape[1:]), fill, dtype=rows.dtype)
+        every[pack.kept.cpu()] = own
     return every.reshape(*pack.shape, *rows.shape[1:]).to(rows.device)
 
 
@@ -135,7 +135,7 @@ class LogProbs(Reader):
     def bytes(self) -> bytes:
         return repr((self.temperature, self.entropy)).encode()
 
-    def given(self, out: Any) -> Scores:
+    def scores_of(self, out: Any) -> Scores:
         """The result, which the model that was called has handed on."""
         if not self._calls or not isinstance(out, Scores):
             raise InvalidArgument(

@@ -27,19 +27,19 @@ GRIDS = "image_grid_thw"
 PIXELS = "pixel_values"
 
 
-def deal(patches: Sequence[int], ranks: int) -> list[list[int]]:
+def images_of_ranks(patches: Sequence[int], ranks: int) -> list[list[int]]:
     """The images of each rank."""
-    loads, dealt = [0] * ranks, [list[int]() for _ in range(ranks)]
+    loads, shares = [0] * ranks, [list[int]() for _ in range(ranks)]
     for image in sorted(range(len(patches)), key=lambda image: (-patches[image], image)):
         rank = min(range(ranks), key=lambda rank: (loads[rank], rank))
-        dealt[rank].append(image)
+        shares[rank].append(image)
         loads[rank] += patches[image]
-    return [sorted(images) for images in dealt]
+    return [sorted(images) for images in shares]
 
 
-def patches_of(given: dict[str, Any]) -> list[int]:
+def patches_of(arguments: dict[str, Any]) -> list[int]:
     """The number of patches of each image; 1 for all, where the arguments do not say it."""
-    pixels, grids, sizes = given.get(PIXELS), given.get(GRIDS), given.get("image_sizes")
+    pixels, grids, sizes = arguments.get(PIXELS), arguments.get(GRIDS), arguments.get("image_sizes")
     if not isinstance(pixels, Tensor) or not pixels.ndim:
         raise Unsupported(
             f"{PIXELS} is a {type(pixels).__name__}, a tensor is needed for vision='shard': leave vision out"
@@ -52,11 +52,11 @@ def patches_of(given: dict[str, Any]) -> list[int]:
     return sizes.prod(-1).tolist() if isinstance(sizes, Tensor) and len(sizes) == len(pixels) else [1] * len(pixels)
 
 
-def some_images(given: dict[str, Any], patches: list[int], images: list[int]) -> dict[str, Any]:
+def some_images(arguments: dict[str, Any], patches: list[int], images: list[int]) -> dict[str, Any]:
     """The arguments for these images."""
     mine: dict[str, Any] = {}
-    for name, value in given.items():
-        if name == PIXELS and given.get(GRIDS) is not None:
+    for name, value in arguments.items():
+        if name == PIXELS and arguments.get(GRIDS) is not None:
             value = torch.cat([part for at, part in enumerate(torch.split(value, patches)) if at in images])
         elif isinstance(value, Tensor) and value.ndim and len(value) == len(patches):
             value = value[images]
@@ -100,16 +100,18 @@ class Features:
 
     def whole(self, leaves: list[list[Tensor]]) -> Any:
         """The result for all images. Other fields of it are those of this rank's images only, and are left out."""
-        made = [
+        tensors = [
             torch.stack(new) if isinstance(old, Tensor) else type(old)(new)
             for old, new in zip(self.leaves, leaves, strict=True)
         ]
         if not isinstance(self.out, ModelOutput):
-            return made[0]
+            return tensors[0]
         kind: Any = type(self.out)
         needed = [one.name for one in dataclasses.fields(kind) if one.default is dataclasses.MISSING]
         fields = (
-            dict.fromkeys(needed) | {self._name: made[0]} | ({"deepstack_features": made[1:]} if self._layers else {})
+            dict.fromkeys(needed)
+            | {self._name: tensors[0]}
+            | ({"deepstack_features": tensors[1:]} if self._layers else {})
         )
         return kind(**fields)
 
@@ -153,43 +155,43 @@ def sharded(forward: Forward, usual: Callable[..., Any], *args: Any, **kwargs: A
     bound = inspect.signature(usual).bind(*args, **kwargs)
     known = bound.arguments
     more = next((one.name for one in inspect.signature(usual).parameters.values() if one.kind == one.VAR_KEYWORD), "")
-    given = {name: value for name, value in known.items() if name != more}
-    patches = patches_of(given)
+    arguments = {name: value for name, value in known.items() if name != more}
+    patches = patches_of(arguments)
     if not patches:
         raise InvalidArgument("the batch has pixel values and no image: leave them out of a batch without images")
-    dealt = deal(patches, ranks)
-    mine, failed, found = dealt[rank], None, None
+    shares = images_of_ranks(patches, ranks)
+    mine, failed, found = shares[rank], None, None
     images = mine or [min(range(len(patches)), key=patches.__getitem__)]
     try:
-        found = Features(usual(**some_images(given, patches, images), **(known.get(more) or {})), len(images))
+        found = Features(usual(**some_images(arguments, patches, images), **(known.get(more) or {})), len(images))
     except Exception as error:  # noqa: BLE001 (the other ranks are told first)
         failed = error
-    said = torch.zeros(ranks, dtype=torch.int64)
-    said[rank] = failed is not None
-    group.sum(said)
+    failures = torch.zeros(ranks, dtype=torch.int64)
+    failures[rank] = failed is not None
+    group.sum(failures)
     if failed is not None:
         raise failed
-    if others := said.nonzero().flatten().tolist():
+    if others := failures.nonzero().flatten().tolist():
         raise InvalidArgument(
             f"ranks {others} of this group failed at the images that they compute: see the error of these ranks"
         )
     assert found is not None
-    whole = [_all(forward, list(leaf), dealt, rank, group) for leaf in found.leaves]
+    whole = [_all(forward, list(leaf), shares, rank, group) for leaf in found.leaves]
     return found.whole(whole)
 
 
 def _all(
-    forward: Forward, features: list[Tensor], dealt: list[list[int]], rank: int, group: Collectives
+    forward: Forward, features: list[Tensor], shares: list[list[int]], rank: int, group: Collectives
 ) -> list[Tensor]:
     """The features of all images, from those of this rank's images."""
-    mine = dealt[rank]
+    mine = shares[rank]
     rows = torch.cat([one.reshape(-1, one.shape[-1]) for one in features])[: None if mine else 0]
-    lengths = torch.zeros(sum(map(len, dealt)), dtype=torch.int64)
+    lengths = torch.zeros(sum(map(len, shares)), dtype=torch.int64)
     lengths[mine] = torch.tensor([one[..., 0].numel() for one in features[: len(mine)]], dtype=torch.int64)
     group.sum(lengths)
-    counts = [int(lengths[images].sum()) for images in dealt]
+    counts = [int(lengths[images].sum()) for images in shares]
     every: Tensor = Exchanged.apply(rows, counts, rank, group)  # type: ignore[no-untyped-call]
-    order = [image for images in dealt for image in images]
+    order = [image for images in shares for image in images]
     parts = dict(zip(order, torch.split(every, [int(lengths[image]) for image in order]), strict=True))
     return [parts[image].view(_shape(features[0], int(lengths[image]))) for image in sorted(parts)]
 

@@ -45,7 +45,7 @@ class Views:
             )
         return self.inside is not None and bool(self.inside.any())
 
-    def contrary(self, message: str) -> None:
+    def refuse_is_causal(self, message: str) -> None:
         """Refuses a layer whose `is_causal` contradicts its mask, unless slices decide."""
         if self._pack.slices is None:
             raise Unsupported(f"{message}{', or give token types, which decide its mask' * (self._rule is not None)}")
@@ -61,14 +61,14 @@ class Views:
         pack = self._pack
         if isinstance(window, Parts):
             if pack.slices is None:
-                return batch.with_slices(self._made(window.expression)), (UNLIMITED, UNLIMITED)
+                return batch.with_slices(self._slices_of(window.expression)), (UNLIMITED, UNLIMITED)
             size, window = _chunk(window)
             positions = (pack.positions - pack.first).tolist()
             batch = batch.with_slices(chunked(pack.slices, size, positions))
         # Slices say themselves which keys after a query it sees.
         return batch, window if pack.slices is None or window[1] else (window[0], UNLIMITED)
 
-    def _made(self, expression: Expression) -> list[Slice]:
+    def _slices_of(self, expression: Expression) -> list[Slice]:
         """The slices that a mask makes of the documents."""
         if expression not in self._slices:
             pack = self._pack

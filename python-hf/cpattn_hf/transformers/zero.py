@@ -123,17 +123,17 @@ def _whole(shared: bool, block: nn.Module, args: tuple[Any, ...]) -> None:
         hasattr(one, "ds_id") and one.requires_grad for one in block.parameters()
     ):
         return
-    name, given = type(block).__name__, [one for one in args if isinstance(one, Tensor) and one.is_floating_point()]
+    name, inputs = type(block).__name__, [one for one in args if isinstance(one, Tensor) and one.is_floating_point()]
     if shared:
         raise Unsupported(
             f"{name} shares parameters with another block, whose gradients ZeRO-3 would reduce too early: use ZeRO-2 or FSDP2"
         )
-    if not given:
+    if not inputs:
         raise Unsupported(
             f"{name} is called without a positional tensor, for which ZeRO-3 would reduce its gradients too early: use ZeRO-2 or FSDP2"
         )
-    if not any(one.requires_grad for one in given):
-        given[0].requires_grad_()
+    if not any(one.requires_grad for one in inputs):
+        inputs[0].requires_grad_()
 
 
 def refuse_parallel() -> None:

@@ -300,10 +300,10 @@ def _attend(context: Context, layer: Layer, slices: Slices, with_lse: bool, *inp
     return (o, lse[:, :, 0]) if with_lse else o, (*operands, o, lse)
 
 
-def _gradients(context: Context, layer: Layer, slices: Slices, with_lse: bool, kept: Any, cotangents: Any) -> Any:
-    sinks = kept[4] if len(kept) == 7 else None
+def _gradients(context: Context, layer: Layer, slices: Slices, with_lse: bool, residuals: Any, cotangents: Any) -> Any:
+    sinks = residuals[4] if len(residuals) == 7 else None
     call = Call(context, layer, slices, sinks_of(sinks), with_lse, True)
-    dq, dk, dv, *dsinks = operation.bind(*kept, *(cotangents if with_lse else (cotangents,)), call=call)
+    dq, dk, dv, *dsinks = operation.bind(*residuals, *(cotangents if with_lse else (cotangents,)), call=call)
     return dq, dk, dv, None, dsinks[0] if dsinks else None
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """Which kernels and which communicator a context has: its arguments `kernels` and `communicator`.
 
-kernels="cpattn" is the library with its own ranks, on the CPU over gloo and on CUDA over NCCL. Every other kernel runs in the executor
+kernels="cpattn" is the library with its own ranks, on the CPU over gloo and on CUDA over NCCL. The planner alone (`capi/build --planner`) has none. Every other kernel runs in the executor
 of `cpattn.torch.executor`, over the backend of the process group.
 """
 
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .._library import library_features
 from ..arguments import refused
 from ..engine import EngineTransport
 from ..errors import InvalidArgument, Unsupported
@@ -28,13 +29,18 @@ _groups: list[tuple[tuple[int, ...], object, dist.ProcessGroup]] = []
 
 def checked(kernels: str | Kernel | None, device: torch.device, workers: int) -> str | Kernel:
     """The argument `kernels`, or its default on this device."""
-    chosen = kernels if kernels is not None else OWN if device.type == "cpu" else "torch"
+    own = "kernels" in library_features()
+    chosen = kernels if kernels is not None else OWN if own and device.type == "cpu" else "torch"
     if not isinstance(chosen, str | Kernel):
         raise refused("kernels", kernels, "'cpattn', a name of cpattn.torch.kernels, or a Kernel is needed")
     if device.type == "meta":
         raise Unsupported("device is meta, which has no memory: a device with memory is needed")
     if chosen == OWN and device.type not in ("cpu", "cuda"):
         raise Unsupported(f"device is {device}, cpu or cuda is needed with kernels='cpattn': give kernels='torch'")
+    if chosen == OWN and not own:
+        raise Unsupported(
+            "kernels is 'cpattn', and the library is the planner alone: give kernels='torch' or another kernel, or install the full wheel"
+        )
     if chosen != OWN and workers != 1:
         raise InvalidArgument(
             f"workers is {workers}, 1 is needed with kernels={shown(chosen)}: workers are threads of kernels='cpattn'; see torch.set_num_threads"

@@ -33,11 +33,13 @@ from .combine import Combining
 from .dropout import of_call
 from .dtypes import DTYPES, holds
 from .executor import Executor, Network, explain
-from .gather import Gathering, Talk
+from .gather import Talk
 from .gloo import Collectives, GlooTransport, Members
 from .heads import Heads
 from .kernels import Kernel, find
 from .lists import lists_of
+from .scan import Scanning
+from .top_keys import Choosing
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -68,7 +70,7 @@ class Context(PackedContext, Combining):
     considers all of them. It excludes ulysses, ring and layout.
 
     `kernels` says what computes. "cpattn", the default on the CPU: the kernels of this library, on the CPU and on CUDA. "torch", the
-    default on any other device, "math", another name of `cpattn.torch.kernels`, or a `Kernel` of your own: then this library only
+    default on any other device and of a library that is the planner alone, "math", another name of `cpattn.torch.kernels`, or a `Kernel` of your own: then this library only
     plans. Attention is that kernel's, everything else is operators of PyTorch, and messages are point-to-point batches over the
     group's own backend, on any device that PyTorch has. What a kernel does not honour is refused by name.
 
@@ -287,7 +289,7 @@ class Context(PackedContext, Combining):
         (self.transport.release if self._host is None else self._host.close)()
 
 
-class Batch(Heads, Gathering, Packed):
+class Batch(Heads, Choosing, Scanning, Packed):
     """Packed documents, sharded over the ranks of a context.
 
     `tokens` (int64) are the indices in the batch of this rank's tokens, in its order; `positions` (int64) are their
@@ -370,8 +372,9 @@ class Batch(Heads, Gathering, Packed):
         CUDA graph is refused.
 
         With `key_indices`, int32 or int64 [tokens, entries] or [tokens, kv_heads, entries], a query attends only to the keys that it lists:
-        positions in its document, each at most once, that the mask allows; -1 is none. k and v go where the mask lets tokens read them,
-        and kernels compute the listed pairs alone. On the CPU only, without slices.
+        positions in its document, each at most once, that the mask allows; -1 is none. Kernels compute the listed pairs alone. In a ring
+        the rows of k and v that a rank's tokens list go to it, or those that the mask allows, if these are fewer bytes: the context's option
+        `key_rows` forces either. On the CPU only, without slices. `top_keys` makes such lists.
 
         With `return_lse` it returns o and lse [heads, tokens] (f32; f64 for f64): the natural log-sum-exp of the scores and the sinks,
         -inf for a query that sees nothing. Both are differentiable, with kernels of others on all ranks or on none; the gradient of a

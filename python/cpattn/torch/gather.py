@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -112,6 +112,29 @@ class Reads:
                 )
         out: tuple[Tensor, ...] = _Move.apply(self, True, *x)  # type: ignore[no-untyped-call]
         return out
+
+    @property
+    def bands(self) -> Bands:
+        """The mask."""
+        return self._bands
+
+    def circulate(self, x: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """The rows that this rank reads of x, which has one for each token that it has: first its own, then those of the ranks before
+        it, one rank after another, so that one other rank's are here at a time. Tokens in order, and their rows. All ranks go
+        through all of it."""
+        world, none = len(self._send), self._leaving[:0]
+        data = _bytes(x).to(self._home)
+        for step in range(world):
+            to, source = (self.rank + step) % world, (self.rank - step) % world
+            sent, place = self._send[to], self._place[source]
+            got = data[sent.to(self._home)]
+            if step > 0:
+                leaving, arriving = [none] * world, [none] * world
+                leaving[to], arriving[source] = sent, place
+                got = self._exchange(got, leaving, arriving)
+            tokens = self.tokens[place]
+            order = tokens.argsort()
+            yield tokens[order], _values(got[order.to(self._home)].to(x.device), (x,))[0]
 
     def said(self, rows: Any, device: torch.device) -> Gathered:
         """Gathered rows with what they are."""
@@ -310,13 +333,18 @@ class Gathering:
         return made
 
     def _gathered(self, reads: Reads, what: tuple[Any, ...], x: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        context = self.context
         for one in x:
-            on_device(context, "x", one)
+            on_device(self.context, "x", one)
             if one.ndim == 0 or len(one) != reads.given:
                 raise InvalidArgument(
                     f"x has the shape {tuple(one.shape)}, ({reads.given}, ...) is needed: a row for each of this rank's tokens"
                 )
+        self._agreed(what, x)
+        return reads.gather(*x) if x else ()
+
+    def _agreed(self, what: tuple[Any, ...], x: Sequence[Tensor]) -> None:
+        """Compares what the ranks gather."""
+        context = self.context
         if context.world > 1:
             call = repr(
                 (what, self.packing.numbers(), self.plan.distribution, [(tuple(one.shape[1:]), one.dtype) for one in x])
@@ -329,4 +357,3 @@ class Gathering:
                     f"{context.number}: {what}, {[(tuple(one.shape[1:]), one.dtype) for one in x]}): make the same calls on all ranks",
                     others[0],
                 )
-        return reads.gather(*x) if x else ()

@@ -30,6 +30,10 @@
 //! type before it multiplies them, as every flash attention of half precision does, and so do dot products of bf16; all
 //! sums are f32 there too. AMX multiplies f32 as sums of three bf16, with no larger an error than multiply-adds of f32
 //! (`forms.rs`). Aligned calls keep their promise on each instruction set: their backward does without matrix units.
+//!
+//! Without the feature `kernels` there is no attention: [`attend`] and [`attend_backward`] check their arguments and
+//! refuse, and none of its code is in the library. A rank refuses such a run before anything moves (`has_kernels`).
+#![cfg_attr(not(feature = "kernels"), allow(dead_code, unused_imports, reason = "what attention alone needs"))]
 
 mod attention;
 mod check;
@@ -77,6 +81,21 @@ macro_rules! by_sums {
     };
 }
 
+/// Refuses attention in a library without it.
+///
+/// # Errors
+/// Without the feature `kernels`.
+pub(crate) fn has_kernels() -> Result<()> {
+    if cfg!(feature = "kernels") {
+        return Ok(());
+    }
+    Err(Error::unsupported(
+        "attention on the CPU",
+        "this library is the planner alone, built without the kernels",
+        "use a library with the feature kernels (in Python the full wheel), or kernels=\"torch\" of cpattn.torch",
+    ))
+}
+
 /// Forward attention: see [`Attend`] for the tensors, and [`crate::call::Mode`] for what becomes of a row.
 ///
 /// # Errors
@@ -119,11 +138,17 @@ pub(crate) unsafe fn attend_through(call: &Attend, table: &[u32], scratch: &mut 
 /// As [`attend_through`].
 unsafe fn attend_rows(seen: &Attend, call: &Attend, table: &[u32], scratch: &mut Scratch) -> Result<()> {
     let dims = check::attend(seen)?;
+    has_kernels()?;
     let isa = scratch.isa()?;
     scratch.start_threads()?;
     let crew = memory(scratch, &dims)?;
+    #[cfg(feature = "kernels")]
     // SAFETY: shapes and ranges are checked; rows are valid, aligned and not shared (the contract of this function).
-    unsafe { by_sums!(call.q.dtype, forward(call, table, isa, crew)) };
+    unsafe {
+        by_sums!(call.q.dtype, forward(call, table, isa, crew))
+    };
+    #[cfg(not(feature = "kernels"))]
+    let _ = (call, table, isa, crew);
     Ok(())
 }
 
@@ -153,11 +178,17 @@ unsafe fn forward<'a, A: SumType>(call: &'a Attend<'a>, table: &'a [u32], isa: I
 /// As [`attend`], with dq, dk and dv in the place of o.
 pub unsafe fn attend_backward(call: &AttendBackward, scratch: &mut Scratch) -> Result<()> {
     let dims = check::backward(call)?;
+    has_kernels()?;
     let isa = scratch.isa()?;
     scratch.start_threads()?;
     let crew = memory(scratch, &dims)?;
+    #[cfg(feature = "kernels")]
     // SAFETY: shapes and ranges are checked; rows are valid, aligned and not shared (the contract of this function).
-    unsafe { by_sums!(call.q.dtype, gradients(call, isa, crew)) };
+    unsafe {
+        by_sums!(call.q.dtype, gradients(call, isa, crew))
+    };
+    #[cfg(not(feature = "kernels"))]
+    let _ = (isa, crew);
     Ok(())
 }
 

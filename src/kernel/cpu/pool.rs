@@ -39,12 +39,19 @@ pub(super) fn ready() -> Result<()> {
     own().map(|_| ())
 }
 
-/// Runs `job` where `rayon::join` has threads; on this thread alone if none can start.
-pub(super) fn run(job: impl FnOnce() + Send) {
-    match if is_in_a_pool() { None } else { own().ok() } {
-        Some(pool) => pool.install(job),
-        None => job(),
-    }
+/// Where `rayon::join` has threads that are not those of rayon's global pool.
+pub(super) enum PoolThreads {
+    /// On this thread, which is one of a pool.
+    Here,
+    /// In the pool of this crate.
+    Own(&'static ThreadPool),
+    /// Nowhere, since none can start: the thread that calls does all work.
+    Nowhere,
+}
+
+/// The threads of a call.
+pub(super) fn threads() -> PoolThreads {
+    if is_in_a_pool() { PoolThreads::Here } else { own().map_or(PoolThreads::Nowhere, PoolThreads::Own) }
 }
 
 /// Whether this thread belongs to a pool, such as one of the caller's: its other threads take part, and what none of

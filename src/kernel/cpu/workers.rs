@@ -100,7 +100,11 @@ fn on_pool(lines: &mut [Line], each: usize, worker: &(dyn Fn(&mut [Line]) + Sync
     if lines.len() / each <= 1 {
         return worker(lines);
     }
-    pool::run(|| split(lines, each, worker));
+    match pool::threads() {
+        pool::PoolThreads::Here => split(lines, each, worker),
+        pool::PoolThreads::Own(threads) => threads.install(|| split(lines, each, worker)),
+        pool::PoolThreads::Nowhere => worker(&mut lines[..each]),
+    }
 }
 
 #[cfg(feature = "rayon")]

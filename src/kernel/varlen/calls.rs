@@ -105,6 +105,11 @@ impl KernelCalls {
         self.at.1 = label;
     }
 
+    /// The rank and the operation that calls.
+    pub(super) fn place(&self) -> (usize, Label) {
+        self.at
+    }
+
     /// The error of the operation that calls.
     pub(super) fn failed(&self, message: impl core::fmt::Display) -> Error {
         let (rank, at) = self.at;

@@ -5,6 +5,8 @@
 //! ends in this operation. What finishes, sinks and the rounding of o, is then a call of the library's own kernel on q
 //! ranges without keys.
 
+use alloc::format;
+
 use super::{
     call::{Elements, Rectangles},
     calls::KernelCalls,
@@ -13,7 +15,8 @@ use super::{
 };
 use crate::{
     call::{Attend, Merge, Mode, QRange, Ranges, RawTensor},
-    error::Result,
+    element::Dtype,
+    error::{Error, Result},
     kernel::cpu,
 };
 
@@ -142,7 +145,38 @@ impl KernelCalls {
         Ok(())
     }
 
-    /// Refuses an lse of NaN or −∞ of a row with finite q and keys: the kernel did not write it, or took no key.
+    /// Refuses a row of which a score, or a sum on the way to it, is too large for the type of sums: then no kernel has
+    /// a right lse, and this one is not to blame.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`], which names row, key and head of the call.
+    fn check_scores(
+        &self,
+        [q, k]: [&Elements<'_>; 2],
+        call: &Rectangles<'_>,
+        (row, head): (usize, usize),
+        keys: core::ops::Range<usize>,
+    ) -> Result<()> {
+        let sums = call.dtype.accumulator();
+        let most = if sums == Dtype::F64 { f64::MAX } else { f32::MAX.into() };
+        let (dim, kv_head) = (call.head_dim, head / (call.heads / call.kv_heads));
+        for key in keys {
+            let product =
+                |i| q.get((row * call.heads + head) * dim + i) * k.get((key * call.kv_heads + kv_head) * dim + i);
+            // A kernel may scale before or after, and may add in any order.
+            let largest = (0..dim).map(|i| product(i).abs()).sum::<f64>() * call.scale.abs().max(1.0);
+            if largest > most {
+                let (rank, at) = self.place();
+                let argument = format!("q·k of row {row}, key {key} and head {head} of a call (rank {rank}, {at})");
+                let expected = format!("a number that {sums} holds, in which scores are summed");
+                return Err(Error::invalid(argument, format!("up to {largest:e}"), expected)
+                    .hint("make q, k or scale smaller: no kernel has an lse of such a score"));
+            }
+        }
+        Ok(())
+    }
+
+    /// Refuses an lse of NaN or ±∞ of a row with finite q and keys: the kernel did not write it, or took no key.
     ///
     /// # Safety
     /// The packed tensors of the call are valid for reads.
@@ -159,13 +193,17 @@ impl KernelCalls {
             let mut finite_keys = None;
             for (row, head) in rows.flat_map(|row| (0..call.heads).map(move |head| (row, head))) {
                 let found = lse.get(head * all + row);
-                let wrong = found.is_nan() || found == f64::NEG_INFINITY;
-                if wrong
+                if !found.is_finite()
                     && finite(&q, row..row + 1, call.heads * call.head_dim)
                     && *finite_keys.get_or_insert_with(|| finite(&k, keys.clone(), call.kv_heads * call.head_dim))
                 {
+                    self.check_scores([&q, &k], call, (row, head), keys.clone())?;
                     let sequence = format_args!("row {row} of the call, in sequence {sequence}, head {head}");
-                    let cause = if found.is_nan() { "it is not written, or wrong" } else { "the row has keys" };
+                    let cause = match found {
+                        f64::NEG_INFINITY => "the row has keys",
+                        f64::INFINITY => "no score of it is so large",
+                        _ => "it is not written, or wrong",
+                    };
                     return Err(
                         self.failed(format_args!("the lse of {sequence} is {found} for finite q and k: {cause}"))
                     );

@@ -18,6 +18,7 @@ use super::{
 };
 use crate::{
     batch::Side,
+    error::Result,
     mesh::Mesh,
     plan::{Circulate, GATHERED, Gather, MANY_DOCUMENTS, MIN_KEYS_PER_STEP, Options, Plan, Wire},
     report::costs::{Costs, StepCost, order},
@@ -41,7 +42,7 @@ const PRICE: [Figure<Costs>; 3] = [
 ];
 
 impl Plan {
-    pub(super) fn describe_form(&self, out: &mut String, ranks: &[usize]) {
+    pub(super) fn describe_form(&self, out: &mut String, ranks: &[usize], costs: &[Result<Vec<Costs>>; 2]) {
         let (o, ring) = (self.options(), self.mesh().ring);
         let form = match self.form() {
             _ if ring == 1 && self.form() != Form::Ordered => "one ring rank: nothing circulates",
@@ -75,7 +76,7 @@ impl Plan {
             );
         }
         if self.form() != Form::Ring {
-            self.describe_price(out, ranks);
+            self.describe_price(out, ranks, costs);
         }
         self.describe_nodes(out, ranks);
         self.describe_forward(out);
@@ -207,15 +208,14 @@ impl Plan {
     }
 
     /// The costs of another form over those of the ring form with one pass.
-    fn describe_price(&self, out: &mut String, ranks: &[usize]) {
+    fn describe_price(&self, out: &mut String, ranks: &[usize], costs: &[Result<Vec<Costs>>; 2]) {
         let options = Options::default().gather(Gather::Steps).ranks_per_node(self.options().ranks_per_node);
         let Ok(ring) = Plan::builder(self.problem()).tokens_of(self).options(options).build() else { return };
-        for direction in [Direction::Forward, Direction::Backward] {
-            let (Ok(ours), Ok(theirs)) = (self.costs_for(ranks, direction), ring.costs_for(ranks, direction)) else {
-                continue;
-            };
+        let directions = [Direction::Forward, Direction::Backward];
+        for (direction, both) in directions.into_iter().zip(costs.iter().zip(ring.costs_for(ranks))) {
+            let (Ok(ours), Ok(theirs)) = both else { continue };
             let parts = PRICE.map(|(name, figure)| {
-                let [a, b] = [&ours, &theirs].map(|costs| costs.iter().map(figure).max().unwrap_or(0));
+                let [a, b] = [ours, &theirs].map(|costs| costs.iter().map(figure).max().unwrap_or(0));
                 let times = if b == 0 { String::new() } else { format!("×{:.2}, ", a as f64 / b as f64) };
                 if a == b {
                     format!("{name} the same")

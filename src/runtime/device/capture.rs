@@ -82,7 +82,7 @@ impl DeviceRank {
                 "a graph cannot hold what preparing a plan does: the plan is not prepared in this direction",
                 "call prepare before the capture begins",
             ),
-            Purpose::Combine(_) | Purpose::AllToAll(_) => (
+            Purpose::Combine(_) | Purpose::AllToAll(_) | Purpose::Scan(_) => (
                 "a graph cannot hold what preparing a plan does: this combine or all-to-all is not prepared",
                 "make the same call once before the capture begins, or prepare it",
             ),

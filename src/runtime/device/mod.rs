@@ -45,7 +45,7 @@ use crate::{
     plan::Plan,
     report::trace,
     schedule::{
-        Purpose, TensorId,
+        Purpose, Schedule, TensorId,
         run_trait::{RunTrait, refuse_clashes},
     },
     transport::{
@@ -271,7 +271,7 @@ impl Backend for DeviceRank {
             Some(i) => Ok(self.prepared[i].prepared.schedule.workspace),
             None => {
                 self.check_supported(plan, run)?;
-                Ok(run.schedule(plan, self.transport.rank())?.workspace)
+                Ok(Schedule::of(plan, self.transport.rank(), run)?.workspace)
             }
         }
     }

@@ -33,6 +33,8 @@ impl DeviceRank {
             Purpose::Attention(_) => return self.check_attention(plan),
             Purpose::AllToAll(a) => ("an all-to-all", a.dtype),
             Purpose::Combine(_) => ("a combine", p.dtype()),
+            // Refused above.
+            Purpose::Scan(scan) => ("a scan", scan.dtype),
         };
         if dtype == Dtype::F64 {
             let (found, limit) =
@@ -64,7 +66,7 @@ impl DeviceRank {
             // The kernels with dropout, and those over pages, are loaded when their launches are recorded.
             Purpose::Attention(_) if p.dropout().is_some() || over_pages => cuda.prepare_blocks()?,
             Purpose::Attention(_) => cuda.prepare(p.dtype(), p.head_dim() as u32, p.value_dim() as u32)?,
-            Purpose::AllToAll(_) | Purpose::Combine(_) => cuda.prepare_blocks()?,
+            Purpose::AllToAll(_) | Purpose::Combine(_) | Purpose::Scan(_) => cuda.prepare_blocks()?,
         }
         let mut prepared = Prepared::new(plan, self.transport.rank(), run)?;
         prepared.over_pages = over_pages;

@@ -14,7 +14,7 @@ use super::{
 };
 use crate::{
     batch::Side,
-    call::{Attend, AttendBackward, Delta, Merge, MergeAll, RawStream, RawTensor, SinkGradient, Transform},
+    call::{Attend, AttendBackward, Compose, Delta, Merge, MergeAll, RawStream, RawTensor, SinkGradient, Transform},
     device::driver::CudaEvent,
     error::Result,
     kernel::cuda::{
@@ -130,6 +130,10 @@ impl Operations for Recording<'_> {
 
     unsafe fn merge_all(&mut self, args: &MergeAll<'_>) -> Result<()> {
         self.launch(|cuda, recorder| cuda.combine_launches(args, recorder))
+    }
+
+    unsafe fn compose(&mut self, _: &Compose<'_>) -> Result<()> {
+        unreachable!("a scan on a device is refused before it is recorded")
     }
 
     unsafe fn delta(&mut self, args: &Delta) -> Result<()> {

@@ -295,7 +295,18 @@ impl Builder<'_> {
     ///
     /// Both ranks of a pair number the messages between them alike, in each direction, so they agree on the exchange of
     /// each message. Every rank has its exchanges in the same order, so there is no deadlock.
-    pub(super) fn push_messages(&mut self, begin: usize, phase: &'static str, mut after: Option<u32>) -> Option<u32> {
+    pub(super) fn push_messages(&mut self, begin: usize, phase: &'static str, after: Option<u32>) -> Option<u32> {
+        self.push_messages_of(0, begin, phase, after)
+    }
+
+    /// As [`push_messages`](Self::push_messages), of a step.
+    pub(super) fn push_messages_of(
+        &mut self,
+        step: u32,
+        begin: usize,
+        phase: &'static str,
+        mut after: Option<u32>,
+    ) -> Option<u32> {
         let mut count = BTreeMap::new();
         let mut numbered: Vec<(usize, MessageView)> = Vec::new();
         for m in self.out.messages.drain(begin..) {
@@ -309,7 +320,7 @@ impl Builder<'_> {
             let begin = self.out.messages.len() as u32;
             self.out.messages.extend(exchange.iter().map(|(_, m)| *m));
             let end = self.out.messages.len() as u32;
-            last = Some(self.push(OpKind::Exchange { begin, end }, Lane::Communication, 0, phase, after.take()));
+            last = Some(self.push(OpKind::Exchange { begin, end }, Lane::Communication, step, phase, after.take()));
         }
         last
     }

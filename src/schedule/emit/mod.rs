@@ -7,7 +7,7 @@
 
 use alloc::{format, sync::Arc};
 
-use super::{CirculatingSide, Direction, KnownSteps, RingSteps, Schedule, ring_steps::Holders};
+use super::{CirculatingSide, Direction, KnownSteps, Purpose, RingSteps, Schedule, ring_steps::Holders};
 use crate::{
     batch::Side,
     error::{Error, Result},
@@ -26,6 +26,7 @@ mod lanes;
 mod option_tests;
 mod passes;
 mod ring;
+mod scan;
 mod travel;
 mod ulysses;
 
@@ -47,14 +48,41 @@ impl Schedule {
         Self::with_steps(plan, rank, direction, KnownSteps::default())
     }
 
+    /// One rank's operations for a purpose.
+    ///
+    /// # Errors
+    /// Those of [`Schedule::new`], [`Schedule::all_to_all`], [`Schedule::combine`] or [`Schedule::scan`].
+    pub(crate) fn of(plan: &Plan, rank: usize, purpose: Purpose) -> Result<Self> {
+        match purpose {
+            Purpose::Attention(direction) => Self::new(plan, rank, direction),
+            Purpose::AllToAll(all_to_all) => Self::all_to_all(plan, rank, all_to_all),
+            Purpose::Combine(combine) => Self::combine(plan, rank, combine),
+            Purpose::Scan(scan) => Self::scan(plan, rank, scan),
+        }
+    }
+
     /// One rank's operations forward and backward. If the same side circulates in both, its ring steps are computed
     /// once: about half the work of two calls of [`Schedule::new`], with the same result.
     ///
     /// # Errors
     /// As [`Schedule::new`].
     pub fn both(plan: &Plan, rank: usize) -> Result<[Self; 2]> {
-        let forward = Self::new(plan, rank, Direction::Forward)?;
-        let backward = Self::with_steps(plan, rank, Direction::Backward, forward.known_steps())?;
+        Self::both_after(plan, rank, None)
+    }
+
+    /// As [`Schedule::both`], after those of another rank: ranks of one Ulysses group have the same ring steps, unless
+    /// ranks of a node divide the rows of a head.
+    pub(crate) fn both_after(plan: &Plan, rank: usize, before: Option<&[Self; 2]>) -> Result<[Self; 2]> {
+        let ring = |rank| plan.mesh().coordinates(rank).ring;
+        let alike = |before: &&[Self; 2]| {
+            plan.ring_holders_of_node() == 1 && rank < plan.mesh().world() && ring(before[0].rank) == ring(rank)
+        };
+        let [keys, queries] = before.filter(alike).map(|both| both[1].known_steps()).unwrap_or_default();
+        let of_forward = before.filter(alike).map(|both| both[0].known_steps()).unwrap_or_default();
+        let forward = Self::with_steps(plan, rank, Direction::Forward, of_forward)?;
+        let [of_keys, of_queries] = forward.known_steps();
+        let known = [of_keys.or(keys), of_queries.or(queries)];
+        let backward = Self::with_steps(plan, rank, Direction::Backward, known)?;
         Ok([forward, backward])
     }
 
@@ -84,7 +112,10 @@ impl Schedule {
         let both = backward && plan.options().reproducible;
         let side = plan.circulates(direction);
         let queries_travel = side == CirculatingSide::Queries && (backward || plan.mesh().ring > 1);
-        if both || !queries_travel {
+        if let Some(listed) = keys.as_ref().filter(|keys| keys.is_listed()) {
+            // Listed rows go straight to their readers.
+            b.out.keys = Some(listed.clone());
+        } else if both || !queries_travel {
             b.divide_rows();
             let splits = b.splits();
             // Rows that several ranks hold cross through node slots even if a node has one ring rank.

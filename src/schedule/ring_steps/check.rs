@@ -32,6 +32,12 @@ impl RingSteps {
         self.segments(self.circulating, &self.own).map_err(|text| format!("own segments: {text}"))?;
         let staying = self.circulating.other();
         self.segments(staying, &self.stationary).map_err(|text| format!("stationary segments: {text}"))?;
+        if let Some(listed) = &self.listed {
+            if self.circulating != Side::K || self.per_node != ring {
+                return Err(format!("listed keys of side {:?} in nodes of {}", self.circulating, self.per_node));
+            }
+            listed.check(&self.shares, self.me)?;
+        }
         for (i, holders) in self.splits.iter().enumerate() {
             holders.check(ulysses).map_err(|text| format!("split {i}: {text}"))?;
         }

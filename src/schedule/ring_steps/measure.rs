@@ -17,7 +17,7 @@ use crate::{
     mask::Mask,
     plan::Form,
     schedule::{
-        join::{ByDocument, Fragment, has_allowed_pair},
+        join::{Fragment, has_allowed_pair, near_ranges},
         sweep::Zigzag,
     },
 };
@@ -145,16 +145,16 @@ impl RingSteps {
 }
 
 impl RingSteps {
-    /// Calls `each` with the index of every own segment that meets some of `others`, which are in the order of their
+    /// Calls `each` with the index of every own segment that meets some of `ranges`, which are in the order of their
     /// documents. Returns a number of pairs that their list does not exceed: without slices, all of a document.
-    fn overlapping(&self, others: &[Range], mut each: impl FnMut(usize)) -> usize {
-        let mut others = ByDocument::new(others, |r: &Range| r.doc);
+    fn overlapping(&self, ranges: &[Range], mut each: impl FnMut(usize)) -> usize {
+        let mut others = near_ranges(ranges);
         let (side, by_document) = (self.circulating.other(), self.allowed.is_by_document());
         let mut pairs = 0;
-        for (i, own) in self.stationary.iter().enumerate() {
-            let mut met = false;
+        for i in self.stationary_beside(ranges) {
+            let (own, mut met) = (&self.stationary[i], false);
             for reach in self.allowed.of_rows(side, &own.range) {
-                let others = others.of(reach.document).1;
+                let others = others.of(reach.document, &own.range, &reach.limits).1;
                 let meets = |r: &&Range| has_allowed_pair(&own.range, r, &reach.limits);
                 let n = if by_document { others.len() } else { others.iter().filter(meets).count() };
                 pairs += n;

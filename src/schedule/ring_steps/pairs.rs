@@ -9,7 +9,7 @@ use super::{RangeScratch, RingSteps};
 use crate::{
     batch::Side,
     call::{Band, Mode, Pair, QRange, Range},
-    schedule::join::{ByDocument, has_allowed_pair},
+    schedule::join::{ByDocument, document, has_allowed_pair, near_ranges},
 };
 
 impl RingSteps {
@@ -70,11 +70,15 @@ impl RingSteps {
         let begins = ring_step == self.first(split);
         let last = &self.last[split as usize * self.stationary.len()..];
         let RangeScratch { q, k, pairs, .. } = s;
-        let mut keys = ByDocument::new(k, |k: &Range| k.doc);
-        for (own, &last) in self.stationary.iter().zip(last) {
+        let mut keys = near_ranges(k);
+        // The first ring step begins every row.
+        let all = if begins { 0..self.stationary.len() } else { 0..0 };
+        let beside = self.stationary_beside(if begins { &[] } else { &*k });
+        for i in all.chain(beside) {
+            let (own, last) = (&self.stationary[i], last[i]);
             let begin = pairs.len() as u32;
             for reach in self.allowed.of_rows(Side::Q, &own.range) {
-                let (first, keys) = keys.of(reach.document);
+                let (first, keys) = keys.of(reach.document, &own.range, &reach.limits);
                 let met =
                     keys.iter().zip(first as u32..).filter(|(k, _)| has_allowed_pair(&own.range, k, &reach.limits));
                 pairs.extend(met.map(|(_, k)| Pair { k, band: reach.part }));
@@ -87,17 +91,31 @@ impl RingSteps {
         }
     }
 
+    /// The indices of the own segments that may have pairs with `others`, which are in the order of their documents:
+    /// where documents attend to themselves, the segments of these documents. In a pack of many documents these are
+    /// few.
+    pub(super) fn stationary_beside<'a>(&'a self, others: &'a [Range]) -> impl Iterator<Item = usize> + 'a {
+        let by_document = self.allowed.is_by_document();
+        let mut own = ByDocument::new(&self.stationary, document);
+        let of_documents = others.chunk_by(|a, b| a.doc == b.doc).filter(move |_| by_document).flat_map(move |of| {
+            let (first, segments) = own.of(of[0].doc);
+            first..first + segments.len()
+        });
+        let all = if by_document || others.is_empty() { 0..0 } else { 0..self.stationary.len() };
+        of_documents.chain(all)
+    }
+
     /// q rows of a ring step over own keys.
     fn pairs_of_queries(&self, ring_step: usize, s: &mut RangeScratch) {
         s.k.extend(self.stationary.iter().map(|k| k.range));
         let mode = if ring_step == self.first(0) && self.continues() { Mode::First } else { Mode::Only };
         let RangeScratch { fragments, order, q, k, pairs, .. } = s;
-        let mut keys = ByDocument::new(k, |k: &Range| k.doc);
+        let mut keys = near_ranges(k);
         for &f in &*order {
             let range = fragments[f as usize].range;
             let begin = pairs.len() as u32;
             for reach in self.allowed.of_rows(Side::Q, &range) {
-                let (first, keys) = keys.of(reach.document);
+                let (first, keys) = keys.of(reach.document, &range, &reach.limits);
                 let seen = reach.limits.transposed();
                 let met = keys.iter().zip(first as u32..).filter(|(k, _)| has_allowed_pair(k, &range, &seen));
                 pairs.extend(met.map(|(_, k)| Pair { k, band: reach.part }));

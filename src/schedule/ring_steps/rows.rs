@@ -6,7 +6,7 @@
 
 use alloc::vec::Vec;
 
-use super::{Hop, RangeScratch, RingStep, RingSteps};
+use super::{Hop, RangeScratch, RingStep, RingSteps, listed::take_listed};
 use crate::{
     batch::Side,
     call::Range,
@@ -63,6 +63,11 @@ impl RingSteps {
             row += s.nodes.union.iter().map(|f| i64::from(f.range.len)).sum::<i64>();
         }
         for (j, class) in self.others(self.place(step), true) {
+            if let Some(listed) = &self.listed {
+                self.shares.segments(self.circulating, j, &mut s.segments);
+                row = take_listed(&s.segments, &listed.incoming[j], class, j as u32, row, &mut s.fragments);
+                continue;
+            }
             self.segments_beside(self.circulating, j, &self.stationary, &mut s.segments);
             let circulating = (&*s.segments, self.circulating);
             let (intervals, fragments) = (&mut s.intervals, &mut s.fragments);
@@ -98,6 +103,10 @@ impl RingSteps {
             self.list_node_slot(self.me, 1, step.split, s);
         }
         for (j, class) in self.others(self.place(step), false) {
+            if let Some(listed) = &self.listed {
+                row = take_listed(&self.own, &listed.outgoing[j], class, j as u32, row, &mut s.fragments);
+                continue;
+            }
             if beside {
                 // Rows of other ranks are looked at too.
                 self.shares.segments(self.circulating.other(), j, &mut s.segments);

@@ -134,7 +134,7 @@ impl Prover<'_> {
             What::Running(TensorId::Lse) => (accumulator, 2),
             What::Sum(TensorId::Dsinks) => (accumulator, self.sink_dim()),
             What::Running(t) | What::Sum(t) => (accumulator, promise::element(t, p).1),
-            What::Delta | What::Unset | What::Zero => (accumulator, 1),
+            What::Delta | What::Unset | What::Zero | What::Joined(_) => (accumulator, 1),
         };
         self.typed(r, v, dtype, dim)
     }

@@ -22,6 +22,8 @@ pub(super) enum What {
     Final(TensorId),
     /// A sum of contributions to a gradient.
     Sum(TensorId),
+    /// A decay or a state of joined segments, from `list` to before `token`: see [`scan`](super::scan).
+    Joined(TensorId),
 }
 
 /// One head of one row.
@@ -60,6 +62,7 @@ impl Cell {
             What::Delta => format!("delta of token {}, head {}", self.token, self.head),
             What::Running(t) => format!("running {} of token {}, head {}", t.name(), self.token, self.head),
             What::Final(t) => format!("final {} of token {}, head {}", t.name(), self.token, self.head),
+            What::Joined(t) => format!("{} of segments up to {}, head {}", t.name(), self.token, self.head),
             What::Sum(t) => format!("a sum of {} of token {}, head {}", t.name(), self.token, self.head),
         }
     }

@@ -5,56 +5,76 @@
 //! content, except for a token that increases by one from row to row, are stored as one entry. The cost of the proof
 //! then grows with the ranges of operations, not with rows. A run is split where an operation ends inside it, and
 //! joined again when its parts have equal content, so that a column depends only on the content of its rows.
+//! The list of runs has a gap where it was last changed: operations go through the rows of a buffer in order, so each
+//! change is near the one before, and a column of many runs costs no more for each of them than a short one.
 
 use alloc::{vec, vec::Vec};
 
 use super::cell::Cell;
 
-/// Runs in ascending order, each with its first row; the first begins at row 0.
+/// Rows with equal content: the first row, and its cell.
+type Run = (u64, Cell);
+
+/// Runs in ascending order; the first begins at row 0.
 #[derive(Clone, Debug)]
 pub(super) struct Column {
     rows: u64,
-    runs: Vec<(u64, Cell)>,
+    /// The runs before the gap.
+    before: Vec<Run>,
+    /// The runs after the gap, the next one last.
+    after: Vec<Run>,
 }
 
 impl Column {
     /// A column of undefined rows.
     pub(super) fn unset(rows: u64) -> Self {
-        Self { rows, runs: if rows > 0 { vec![(0, Cell::UNSET)] } else { Vec::new() } }
+        Self { rows, before: if rows > 0 { vec![(0, Cell::UNSET)] } else { Vec::new() }, after: Vec::new() }
     }
 
     /// Runs that follow each other: their rows, and the cell of the first.
     pub(super) fn of(runs: impl Iterator<Item = (u64, Cell)>) -> Self {
-        let mut column = Self { rows: 0, runs: Vec::new() };
+        let mut column = Self { rows: 0, before: Vec::new(), after: Vec::new() };
         for (rows, cell) in runs.filter(|run| run.0 > 0) {
-            column.runs.push((column.rows, cell));
+            column.add((column.rows, cell));
             column.rows += rows;
-            column.join(column.runs.len() - 1, column.runs.len());
         }
         column
     }
 
+    fn run(&self, i: usize) -> Option<&Run> {
+        match i.checked_sub(self.before.len()) {
+            None => self.before.get(i),
+            Some(i) => self.after.get(self.after.len().checked_sub(i + 1)?),
+        }
+    }
+
     /// The index of the run that holds a row.
     fn find(&self, row: u64) -> usize {
-        self.runs.partition_point(|run| run.0 <= row) - 1
+        match self.after.last() {
+            Some(next) if next.0 <= row => {
+                let later = self.after.partition_point(|run| run.0 > row);
+                self.before.len() + self.after.len() - 1 - later
+            }
+            _ => self.before.partition_point(|run| run.0 <= row) - 1,
+        }
     }
 
     fn end(&self, run: usize) -> u64 {
-        self.runs.get(run + 1).map_or(self.rows, |next| next.0)
+        self.run(run + 1).map_or(self.rows, |next| next.0)
     }
 
     /// The content of a row, and the number of rows from it to the end of its run.
     pub(super) fn at(&self, row: u64) -> (Cell, u64) {
         let i = self.find(row);
-        let (first, cell) = self.runs[i];
+        let &(first, cell) = self.run(i).expect("the run that holds the row");
         (cell.after(row - first), self.end(i) - row)
     }
 
     /// The runs that hold rows `first..end`, cut to these rows: the first row of each, the number of rows, the content.
     pub(super) fn runs(&self, first: u64, end: u64) -> impl Iterator<Item = (u64, u64, Cell)> + '_ {
-        let from = if first < end { self.find(first) } else { self.runs.len() };
-        let within = self.runs[from..].iter().take_while(move |run| run.0 < end);
-        (from..).zip(within).map(move |(i, &(row, cell))| {
+        let from = if first < end { self.find(first) } else { self.before.len() + self.after.len() };
+        let within = (from..).map_while(move |i| self.run(i).filter(|run| run.0 < end).map(|run| (i, *run)));
+        within.map(move |(i, (row, cell))| {
             let at = row.max(first);
             (at, self.end(i).min(end) - at, cell.after(at - row))
         })
@@ -70,51 +90,60 @@ impl Column {
         if first >= end {
             return;
         }
-        let (i, j) = (self.split(first), self.split(end));
-        let before = self.runs.len() - (j - i);
-        self.runs.splice(i..j, runs);
-        self.join(i, i + self.runs.len() - before + 1);
+        self.cut(first);
+        while self.take(end).is_some() {}
+        runs.for_each(|run| self.add(run));
+        self.close();
     }
 
     /// Marks those rows of `first..end` as read for which `counts` is true.
     pub(super) fn read(&mut self, first: u64, end: u64, counts: impl Fn(&Cell) -> bool) {
         let Some((from, _)) = self.unread(first, end) else { return };
-        let (i, j) = (self.split(from), self.split(end));
-        for (_, cell) in self.runs[i..j].iter_mut().filter(|run| counts(&run.1)) {
-            cell.unread = 0;
-        }
-        self.join(i, j + 1);
-    }
-
-    /// Splits a run at a row, and returns the index of the run that begins there.
-    fn split(&mut self, row: u64) -> usize {
-        if row >= self.rows {
-            return self.runs.len();
-        }
-        let i = self.find(row);
-        let (first, cell) = self.runs[i];
-        if first == row {
-            return i;
-        }
-        self.runs.insert(i + 1, (row, cell.after(row - first)));
-        i + 1
-    }
-
-    /// Joins each of runs `from..to` to the run before it, if it continues that run.
-    fn join(&mut self, from: usize, to: usize) {
-        let (from, to) = (from.max(1), to.min(self.runs.len()));
-        if from >= to {
-            return;
-        }
-        let mut kept = from - 1;
-        for i in from..to {
-            let ((first, before), (row, cell)) = (self.runs[kept], self.runs[i]);
-            if before.after(row - first) != cell {
-                kept += 1;
-                self.runs[kept] = (row, cell);
+        self.cut(from);
+        while let Some((row, mut cell)) = self.take(end) {
+            if counts(&cell) {
+                cell.unread = 0;
             }
+            self.add((row, cell));
         }
-        self.runs.drain(kept + 1..to);
+        self.close();
+    }
+
+    /// Moves the gap to a row; the run that holds it is cut there.
+    fn cut(&mut self, row: u64) {
+        while let Some(run) = self.before.pop_if(|run| run.0 >= row) {
+            self.after.push(run);
+        }
+        while let Some(run) = self.after.pop_if(|run| run.0 < row) {
+            self.before.push(run);
+        }
+        let next = self.after.last().map_or(self.rows, |next| next.0);
+        if let Some(&(first, cell)) = self.before.last().filter(|_| row < next) {
+            self.after.push((row, cell.after(row - first)));
+        }
+    }
+
+    /// Takes the run after the gap, or its rows before `end`, out of the list.
+    fn take(&mut self, end: u64) -> Option<Run> {
+        let (row, cell) = self.after.pop_if(|run| run.0 < end)?;
+        if end < self.after.last().map_or(self.rows, |next| next.0) {
+            self.after.push((end, cell.after(end - row)));
+        }
+        Some((row, cell))
+    }
+
+    /// Adds a run before the gap; it is joined to the run before it if it continues that run.
+    fn add(&mut self, run: Run) {
+        if self.before.last().is_none_or(|last| last.1.after(run.0 - last.0) != run.1) {
+            self.before.push(run);
+        }
+    }
+
+    /// Joins the runs at both sides of the gap if the second continues the first.
+    fn close(&mut self) {
+        if let Some(run) = self.after.pop() {
+            self.add(run);
+        }
     }
 }
 
@@ -162,7 +191,8 @@ mod tests {
                 let listed: Vec<_> = column.runs(first, end).flat_map(run).collect();
                 let want: Vec<_> = (first..end).map(|row| (row, cells[row as usize])).collect();
                 assert_eq!(listed, want, "step {step}");
-                assert_eq!(column.runs, Column::of(cells.iter().map(|&cell| (1, cell))).runs, "step {step}");
+                let list = |c: &Column| c.before.iter().chain(c.after.iter().rev()).copied().collect::<Vec<_>>();
+                assert_eq!(list(&column), list(&Column::of(cells.iter().map(|&cell| (1, cell)))), "step {step}");
             }
         }
     }

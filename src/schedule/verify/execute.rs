@@ -10,10 +10,12 @@ use super::{
     cell::{Cell, What},
     contributions::{Atom, Contributions},
     flaw::{Wrong, flaw},
+    listed_keys::ListedPairs,
     memory::{Memory, Piece},
     packed::RankOps,
     reaches::Reaches,
     report::RankReport,
+    segments::Segments,
 };
 use crate::{
     batch::Side,
@@ -49,6 +51,10 @@ pub(super) struct Prover<'a> {
     pub traffic: Vec<RankReport>,
     /// The rows that cross from node to node.
     pub borders: Option<NodeBorders>,
+    /// The pairs of schedules over listed keys, of those that the mask allows; `None` for all.
+    pub listed: Option<ListedPairs>,
+    /// The segments of a scan.
+    pub segments: Segments,
 }
 
 impl<'a> Prover<'a> {
@@ -75,6 +81,8 @@ impl<'a> Prover<'a> {
             expansion: Expansion::default(),
             traffic,
             borders: NodeBorders::new(plan),
+            listed: None,
+            segments: Segments::default(),
         }
     }
 
@@ -98,6 +106,7 @@ impl<'a> Prover<'a> {
                 parts.iter().try_for_each(|part| part.chunks(2).try_for_each(|pair| self.merge(r, op, pair)))
             }
             ExpandedOp::Combine(c) => self.combine(r, op, c),
+            ExpandedOp::Compose(joins) => joins.iter().try_for_each(|s| self.compose(r, op, s)),
             ExpandedOp::Attend(a, met) => self.attend(r, op, a, met),
             ExpandedOp::Backward(b, met) => self.backward(r, op, b, met),
             ExpandedOp::Exchange { .. } => Ok(()),
@@ -227,10 +236,10 @@ impl<'a> Prover<'a> {
                     let wrong = match (cell.what, sum.what) {
                         (What::Unset, _) => Some("which was never written"),
                         (What::Running(_), _) => Some("which is not finished"),
-                        (What::Input(_) | What::Delta | What::Final(_), _) if s.sources.len() > 1 => {
+                        (What::Input(_) | What::Delta | What::Final(_) | What::Joined(_), _) if s.sources.len() > 1 => {
                             Some("which is not a gradient")
                         }
-                        (What::Input(_) | What::Delta, _) if from != to => Some("in another type"),
+                        (What::Input(_) | What::Delta | What::Joined(_), _) if from != to => Some("in another type"),
                         (a @ What::Sum(_), b @ What::Sum(_)) => {
                             let same = a == b && (cell.token, cell.head) == (sum.token, sum.head);
                             (!same).then_some("to another row's sum")

@@ -30,6 +30,7 @@ impl Lists for &[ExpandedOp] {
         let parts = match &self[op] {
             ExpandedOp::Sums(parts) | ExpandedOp::Merges(parts) => parts.as_slice(),
             ExpandedOp::Combine(c) => &[alloc::vec![c.o.clone(), c.lse.clone()]],
+            ExpandedOp::Compose(joins) => core::slice::from_ref(joins),
             _ => return Ok(()),
         };
         parts.iter().try_for_each(|part| {

@@ -10,7 +10,7 @@
 //!    (checked in the run of part 3, which moves only matching messages).
 //! 2. *No race* (`one_rank`): two operations of different lanes that are not ordered by happens-before never access the
 //!    same bytes if one of them writes. Buffers are compared by bytes, because several share the same.
-//! 3. *No deadlock* (`meet`): one simulated run of all ranks. Progress of one rank never disables a step of another (an
+//! 3. *No deadlock* (`matching`): one simulated run of all ranks. Progress of one rank never disables a step of another (an
 //!    exchange that may be posted stays so until it is posted, a message with both sides posted stays so until it
 //!    moves), so all runs reach the same end: if one completes, all do, with any timing. And since conflicting accesses
 //!    are ordered by part 2, every run leaves the same content in every buffer.
@@ -23,8 +23,11 @@
 //!    row crosses back twice: the bytes that cross are the minimum, whichever ranks of a node hold a head. And no
 //!    gateway carries more of these bytes than 1.1 × the mean, or than the busiest owner must.
 //!
-//! The two separate all-to-alls (`AllToAll`) and a `Combine` are verified by the same four parts; `all_to_all` and
-//! `combine` specify their inputs and outputs.
+//! Schedules over listed keys (`listed_keys`) are verified by the same parts: there the allowed pairs are those of a
+//! ring rank's q tokens with its own share and with the keys that it lists.
+//!
+//! The two separate all-to-alls (`AllToAll`), a `Combine` and a `Scan` are verified by the same four parts;
+//! `all_to_all`, `combine` and `scan` specify their inputs and outputs.
 //!
 //! A flaw is an [`Error::Schedule`] that names rank and operation. The cost is a few steps for each range of each call,
 //! and for each head if heads can differ: rows with equal content, except for their token, are one entry (`column`). A
@@ -52,7 +55,8 @@ mod execute;
 mod flaw;
 mod geometry;
 mod listed;
-mod meet;
+mod listed_keys;
+mod matching;
 mod memory;
 #[cfg(test)]
 mod mutations;
@@ -63,6 +67,8 @@ mod parallel;
 mod promise;
 mod reaches;
 mod report;
+mod scan;
+mod segments;
 mod slices;
 mod transfer;
 
@@ -82,9 +88,12 @@ fn check_rank<'a>(
     let tensors = TensorId::ALL.map(|tensor| promise::form(tensor, &s, plan, purpose));
     let check = slices::ScheduleCheck::new(&s, &tensors)?;
     // The proof has a column for each head of a buffer.
-    if let Some(b) = s.buffers.iter().find(|b| b.heads as usize > plan.problem().heads()) {
-        let text =
-            format!("buffer {} has {} heads, more than the problem's {}", b.name, b.heads, plan.problem().heads());
+    let heads = match purpose {
+        Purpose::Scan(scan) => scan.heads as usize,
+        _ => plan.problem().heads(),
+    };
+    if let Some(b) = s.buffers.iter().find(|b| b.heads as usize > heads) {
+        let text = format!("buffer {} has {} heads, more than the problem's {heads}", b.name, b.heads);
         return Err(flaw(s.rank, 0, text));
     }
     let touched = match written {
@@ -109,6 +118,8 @@ struct Proof<'a> {
     ranks: Vec<RankOps<'a>>,
     /// The most threads that check the outputs.
     threads: usize,
+    /// For schedules over listed keys: the k tokens that each ring rank lists.
+    listed: Option<&'a [Vec<u32>]>,
 }
 
 impl Proof<'_> {
@@ -121,29 +132,40 @@ impl Proof<'_> {
     /// they are proved together. This does not hold if partials of q heads are summed to kv heads, as in the ordered
     /// form.
     fn takes_whole_rows(&self) -> bool {
-        matches!(self.purpose, Purpose::Attention(_))
-            && self.plan.form() != Form::Ordered
+        matches!(self.purpose, Purpose::Attention(_) | Purpose::Scan(_))
+            && (matches!(self.purpose, Purpose::Scan(_)) || self.plan.form() != Form::Ordered)
             && self.ranks.iter().all(RankOps::takes_whole_rows)
     }
 
     /// Runs all ranks, and checks their outputs.
     fn finish(self) -> Result<Report> {
         let whole_rows = self.takes_whole_rows();
-        let Self { plan, purpose, ranks, threads } = self;
+        let Self { plan, purpose, ranks, threads, listed } = self;
         let memory = |s| memory::Memory::new(s, promise::tables(s, plan, purpose, whole_rows), whole_rows);
         let memories = ranks.iter().map(|rank| memory(rank.frame())).collect();
         let mut prover = execute::Prover::new(plan, ranks, memories, whole_rows);
         match purpose {
             Purpose::AllToAll(all_to_all) => all_to_all::set_inputs(&mut prover, all_to_all),
             Purpose::Combine(_) => combine::set_inputs(&mut prover),
+            Purpose::Scan(scan) => scan::set_inputs(&mut prover, scan),
             Purpose::Attention(_) => {}
         }
         if !matches!(purpose, Purpose::Attention(_)) {
             // Rows of an all-to-all cross from rank to rank, with a copy for every rank that holds the head; those of a
-            // combine to the rank that merges them.
+            // combine to the rank that merges them, those of a scan along documents.
             prover.borders = None;
         }
-        meet::run(&mut prover)?;
+        if let Some(keys) = listed {
+            let of_share = |side, ring| -> listed_keys::TokenIntervals {
+                let ranks = (0..plan.mesh().group()).filter(|&rank| plan.mesh().coordinates(rank).ring == ring);
+                let runs = ranks.flat_map(|rank| promise::token_runs(plan, side, rank));
+                runs.map(|run| (run.token as usize, (run.token + run.tokens) as usize)).collect()
+            };
+            prover.listed = Some(listed_keys::ListedPairs::new(keys, of_share));
+            // They go straight to each reader.
+            prover.borders = None;
+        }
+        matching::run(&mut prover)?;
         if let Some((rank, text)) = prover.borders.as_ref().and_then(borders::NodeBorders::uneven) {
             return Err(prover.err(rank, 0, text));
         }
@@ -151,6 +173,7 @@ impl Proof<'_> {
             Purpose::Attention(direction) => outputs::check(&prover, direction, threads)?,
             Purpose::AllToAll(all_to_all) => all_to_all::check(&prover, all_to_all)?,
             Purpose::Combine(combine) => combine::check(&prover, combine)?,
+            Purpose::Scan(scan) => scan::check(&prover, scan)?,
         };
         Ok(Report { pairs, ranks: prover.traffic })
     }
@@ -198,7 +221,8 @@ impl Plan {
             parallel::each(self.mesh().group(), threads, of_rank).into_iter().collect::<Result<Vec<_>>>()
         };
         let prove = |ranks: Vec<RankOps>, direction, threads| {
-            let proof = Proof { plan: self, purpose: Purpose::Attention(direction), ranks, threads };
+            let purpose = Purpose::Attention(direction);
+            let proof = Proof { plan: self, purpose, ranks, threads, listed: None };
             group_of(proof.frames(), self)?;
             proof.finish()
         };
@@ -223,23 +247,31 @@ impl Plan {
     /// [`Error::Schedule`] with the first flaw found; [`Error::Invalid`] if `schedules` are not those of all ranks of
     /// one group.
     pub fn verify_schedules(&self, schedules: &[Schedule]) -> Result<Report> {
-        let purpose = group_of(schedules.iter(), self)?;
-        let ranks = schedules.iter().map(|s| check_rank(s.clone(), None, self, purpose, &mut Expansion::default()));
-        Proof { plan: self, purpose, ranks: ranks.collect::<Result<_>>()?, threads: parallel::processors() }.finish()
+        self.verify_with(schedules, None)
     }
 
-    /// Verifies the schedules of one replica's ranks for a purpose: a direction, an all-to-all or a combine.
+    /// As [`Plan::verify_schedules`], over listed keys: those of each ring rank, as tokens of the batch.
+    pub(super) fn verify_listed_schedules(&self, schedules: &[Schedule], keys: &[Vec<u32>]) -> Result<Report> {
+        self.verify_with(schedules, Some(keys))
+    }
+
+    fn verify_with(&self, schedules: &[Schedule], listed: Option<&[Vec<u32>]>) -> Result<Report> {
+        let purpose = group_of(schedules.iter(), self)?;
+        let ranks = schedules.iter().map(|s| check_rank(s.clone(), None, self, purpose, &mut Expansion::default()));
+        let (ranks, threads) = (ranks.collect::<Result<_>>()?, parallel::processors());
+        Proof { plan: self, purpose, ranks, threads, listed }.finish()
+    }
+
+    /// Verifies the schedules of one replica's ranks for a purpose: a direction, an all-to-all, a combine or a
+    /// scan.
     ///
     /// # Errors
-    /// [`Error::Schedule`] with the first flaw found; as [`Schedule::all_to_all`] and [`Schedule::combine`].
+    /// [`Error::Schedule`] with the first flaw found; as [`Schedule::all_to_all`], [`Schedule::combine`]
+    /// and [`Schedule::scan`].
     pub fn verify_purpose(&self, purpose: impl Into<Purpose>) -> Result<Report> {
         let purpose = purpose.into();
-        let of_rank = |rank| match purpose {
-            Purpose::Attention(direction) => Schedule::new(self, rank, direction),
-            Purpose::AllToAll(all_to_all) => Schedule::all_to_all(self, rank, all_to_all),
-            Purpose::Combine(combine) => Schedule::combine(self, rank, combine),
-        };
-        let schedules: Vec<Schedule> = (0..self.mesh().group()).map(of_rank).collect::<Result<_>>()?;
+        let schedules: Vec<Schedule> =
+            (0..self.mesh().group()).map(|rank| Schedule::of(self, rank, purpose)).collect::<Result<_>>()?;
         self.verify_schedules(&schedules)
     }
 }

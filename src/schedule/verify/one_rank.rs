@@ -27,8 +27,8 @@ use crate::{
     call::Gradients,
     error::Result,
     schedule::{
-        BlockView, Buf, BufferView, CirculatingSide, Lane, MessageView, Op, OpKind, Schedule, StepRows, TensorForm,
-        TensorId,
+        BlockView, Buf, BufferView, CirculatingSide, Lane, MessageView, Op, OpKind, Purpose, Schedule, StepRows,
+        TensorForm, TensorId,
         expand::{Expansion, ROWS_PER_PEER},
     },
 };
@@ -148,6 +148,13 @@ impl ScheduleCheck<'_> {
                 if sinks.heads > 0 {
                     list.push(self.touch(sinks.of_heads(*first_head, o.dst.heads), false)?);
                 }
+            }
+            OpKind::Compose { begin, end } => {
+                self.entries(*begin, *end, self.schedule.blocks.len())?;
+                for b in &self.schedule.blocks[*begin as usize..*end as usize] {
+                    self.entries(b.sources_begin, b.sources_end, self.schedule.sources.len())?;
+                }
+                list = self.joins(i, lists)?;
             }
             OpKind::Exchange { begin, end } => {
                 self.entries(*begin, *end, self.schedule.messages.len())?;
@@ -269,6 +276,36 @@ impl ScheduleCheck<'_> {
             all.extend_from_slice(&part);
             Ok(())
         })?;
+        Ok(all)
+    }
+
+    /// Joins of segments: a decay and what it is applied to, whose shape is that of the result; all apart from results.
+    fn joins(&self, i: usize, lists: &mut impl Lists) -> Result<Vec<Touch>, String> {
+        let Purpose::Scan(scan) = self.schedule.purpose else { return Err("joins segments, but is not a scan".into()) };
+        let mut all = Vec::new();
+        lists.blocks(self.schedule, i, |blocks, sources| -> Result<(), String> {
+            for b in blocks {
+                self.entries(b.sources_begin, b.sources_end, sources.len())?;
+                let sources = &sources[b.sources_begin as usize..b.sources_end as usize];
+                if !matches!(sources.len(), 2 | 3) {
+                    return Err(format!("joins {} tensors, not 2 or 3", sources.len()));
+                }
+                all.push(self.touch(b.dst, true)?);
+                let dim = u64::from(self.extent(b.dst.buf)?.dim);
+                let whole = if sources.len() == 2 { scan.decay_dim() } else { scan.state_dim() };
+                for (n, source) in sources.iter().enumerate() {
+                    let needed = if n == 0 { scan.decay_dim() } else { whole };
+                    let same = (source.rows, source.heads) == (b.dst.rows, b.dst.heads);
+                    if !same || dim != whole || u64::from(self.extent(source.buf)?.dim) != needed {
+                        return Err(format!("a join into {:?} of dim {dim} reads {source:?}", b.dst));
+                    }
+                    all.push(self.touch(*source, false)?);
+                }
+            }
+            Ok(())
+        })?;
+        all.sort_unstable_by_key(|t| t.low);
+        self.clash(&all)?;
         Ok(all)
     }
 

@@ -9,6 +9,7 @@ use super::{
     contributions::Atom,
     execute::Prover,
     geometry::{NO_WINDOW, runs},
+    listed_keys::Span,
     memory::side_of,
     parallel,
     promise::{TokenRun, all_heads, token_runs},
@@ -39,7 +40,8 @@ pub(super) fn check(p: &Prover, direction: Direction, threads: usize) -> Result<
     };
     parallel::each(p.ranks.len(), threads, of_rank).into_iter().collect::<Result<()>>()?;
     // Each output is complete and has each pair once, so any further pairs were computed without need.
-    let needed = p.plan.problem().area() * p.plan.problem().heads() as u128;
+    let area = if p.listed.is_some() { listed_area(p) } else { p.plan.problem().area() };
+    let needed = area * p.plan.problem().heads() as u128;
     let last = p.ranks[0].last();
     let wrong = |name: &str, met: u128| format!("calls meet {met} pairs for {name} where {needed} are allowed");
     if p.met_for_queries != needed {
@@ -137,8 +139,22 @@ fn alike(p: &Prover, r: usize, view: &BufferView, of: TokenRun, first: u64, side
     (of.tokens as usize).min(run as usize).min(end - token)
 }
 
-/// Positions of one document of the other side: document, first and last.
-type Span = (u32, i64, i64);
+/// The number of allowed pairs of q and k, over listed keys.
+fn listed_area(p: &Prover) -> u128 {
+    let wanted = |token| wanted(p, Side::Q, token).iter().map(|(_, a, e)| (e - a + 1) as u128).sum::<u128>();
+    (0..p.plan.problem().batch().tokens(Side::Q)).map(wanted).sum()
+}
+
+/// The positions that a token meets.
+fn wanted(p: &Prover, side: Side, token: usize) -> Vec<Span> {
+    let (doc, pos) = place(p, side, token);
+    let allowed = p.reaches.of(side, doc, pos, pos);
+    let spans = allowed.filter_map(|of| span(p, side, (pos, 1), of.document, &of.limits));
+    let Some(listed) = &p.listed else { return spans.collect() };
+    let mut parts = Vec::new();
+    spans.for_each(|span| listed.clip(p.plan, side, token, span, &mut parts));
+    parts
+}
 
 /// A range of the other side and the band of the pair, seen from `side`.
 type Partner<'a> = (&'a Range, Band);
@@ -179,17 +195,15 @@ fn exactly_once(p: &Prover, side: Side, token: usize, mut rows: usize, calls: &[
             (range, if side == Side::Q { limits } else { limits.transposed() })
         }));
     }
-    if rows > 1 && together(p, side, token, rows, &met) {
+    if rows > 1 && p.listed.is_none() && together(p, side, token, rows, &met) {
         return Ok(rows);
     }
-    let (doc, pos) = place(p, side, token);
-    let allowed = p.reaches.of(side, doc, pos, pos);
-    let wanted = allowed.filter_map(|of| span(p, side, (pos, 1), of.document, &of.limits)).collect();
+    let pos = place(p, side, token).1;
     let met = met.iter().flat_map(|(range, limits)| {
         let (begin, end) = limits.keys(pos, NO_WINDOW);
         clipped(range, begin, end.saturating_sub(1))
     });
-    tile(met.collect(), wanted).map(|()| 1)
+    tile(met.collect(), wanted(p, side, token)).map(|()| 1)
 }
 
 /// Whether the tokens from `token` on, which have the same partners in all calls, meet every allowed partner once. If

@@ -13,16 +13,26 @@ use crate::schedule::{
     expanded::{ExpandedOp, expand_with},
 };
 
-/// An operation: its form, the fields in which operations of one form differ, and copies of the form's fields that the
-/// run reads most often.
+/// An operation: its form, and the fields in which operations of one form differ. A thousand ranks have millions.
 #[derive(Clone, Copy)]
 struct PackedOp {
+    /// The number of the form, and copies of two fields of it that the run reads most often: [`EXCHANGE`] and
+    /// [`COMMUNICATION`].
     form: u32,
     ring_step: u32,
     /// The operation it waits for, or [`NOTHING`].
     after: u32,
-    lane: Lane,
-    exchange: bool,
+}
+
+/// A bit of [`PackedOp::form`]: it is an exchange.
+const EXCHANGE: u32 = 1 << 31;
+/// A bit of [`PackedOp::form`]: its lane is that of communication.
+const COMMUNICATION: u32 = 1 << 30;
+
+impl PackedOp {
+    fn form(self) -> usize {
+        (self.form & !(EXCHANGE | COMMUNICATION)) as usize
+    }
 }
 
 /// Value of `after` for an operation that waits for nothing. No schedule has this many operations.
@@ -61,7 +71,9 @@ impl<'a> RankOps<'a> {
             let looked_at = forms.len().saturating_sub(LOOKED_AT);
             let known = forms[looked_at..].iter().rposition(|f| *f == op).map(|i| looked_at + i);
             let form = known.unwrap_or(forms.len()) as u32;
-            entries.push(PackedOp { form, ring_step, after, lane: op.lane, exchange: op.kind.is_exchange() });
+            let exchange = if op.kind.is_exchange() { EXCHANGE } else { 0 };
+            let lane = if op.lane == Lane::Communication { COMMUNICATION } else { 0 };
+            entries.push(PackedOp { form: form | exchange | lane, ring_step, after });
             if known.is_none() {
                 forms.push(op);
             }
@@ -97,7 +109,7 @@ impl<'a> RankOps<'a> {
 
     /// An operation without its step, its ring step and its dependency.
     pub(super) fn form(&self, op: usize) -> &Op {
-        &self.frame.ops[self.entries[op].form as usize]
+        &self.frame.ops[self.entries[op].form()]
     }
 
     /// The operation of the other lane that an operation waits for.
@@ -107,12 +119,12 @@ impl<'a> RankOps<'a> {
 
     /// The lane of an operation.
     pub(super) fn lane(&self, op: usize) -> Lane {
-        self.entries[op].lane
+        if self.entries[op].form & COMMUNICATION > 0 { Lane::Communication } else { Lane::Compute }
     }
 
     /// Whether an operation is an exchange.
     pub(super) fn is_exchange(&self, op: usize) -> bool {
-        self.entries[op].exchange
+        self.entries[op].form & EXCHANGE > 0
     }
 
     /// Lists the arguments of an operation.
@@ -120,8 +132,7 @@ impl<'a> RankOps<'a> {
         if let Some(written) = self.written {
             return written[op].clone();
         }
-        let PackedOp { form, ring_step: step, .. } = self.entries[op];
-        let form = form as usize;
+        let (form, step) = (self.entries[op].form(), self.entries[op].ring_step);
         if let Some(ring_step) = ring_step(&mut self.frame.ops[form].kind) {
             *ring_step = step;
         }

@@ -15,7 +15,7 @@ use crate::{
     batch::Side,
     element::Dtype,
     plan::{Plan, Problem},
-    schedule::{AllToAll, AllToAllDirection, Direction, Purpose, Schedule, TensorForm, TensorId},
+    schedule::{AllToAll, AllToAllDirection, Decay, Direction, Purpose, Scan, Schedule, TensorForm, TensorId},
 };
 
 /// The caller's tensors of one rank, in the order of [`TensorId`]. `whole_rows`: with a cell for a row.
@@ -34,8 +34,8 @@ pub(super) fn tables(s: &Schedule, plan: &Plan, purpose: Purpose, whole_rows: bo
             }
             Purpose::AllToAll(a) => (token_runs(plan, a.side, s.rank), 0),
             Purpose::Attention(_) | Purpose::Combine(_) if tensor == TensorId::Sinks => (vec![one(0)], 0),
-            // What a combine is given is set by `combine::bring`.
-            Purpose::Combine(_) => (vec![one(0); rows], 0),
+            // What a combine and a scan are given is set by their `set_inputs`.
+            Purpose::Combine(_) | Purpose::Scan(_) => (vec![one(0); rows], 0),
             Purpose::Attention(_) => (token_runs(plan, side_of(tensor), s.rank), 0),
         };
         let heads = first..first + if whole_rows { 1 } else { heads as u32 };
@@ -54,6 +54,7 @@ pub(super) fn form(tensor: TensorId, s: &Schedule, plan: &Plan, purpose: Purpose
         Purpose::Attention(direction) => of_attention(tensor, s, plan, direction),
         Purpose::AllToAll(all_to_all) => of_all_to_all(tensor, s, plan, all_to_all),
         Purpose::Combine(of) => combine::form(tensor, s, plan, of),
+        Purpose::Scan(of) => of_scan(tensor, s, plan, of),
     }
 }
 
@@ -85,7 +86,7 @@ pub(super) fn element(tensor: TensorId, p: &Problem) -> (Dtype, usize) {
         TensorId::V | TensorId::O | TensorId::DO | TensorId::Dv | TensorId::PartialO => p.value_dim(),
         TensorId::Lse | TensorId::DLse | TensorId::MaxLogit | TensorId::PartialLse => 1,
         TensorId::Sinks | TensorId::Dsinks => p.sinks_per_head(),
-        TensorId::OwnTokens | TensorId::OwnHeads => 0,
+        TensorId::OwnTokens | TensorId::OwnHeads | TensorId::Decay | TensorId::State | TensorId::InitialState => 0,
     };
     let dtype = match tensor {
         TensorId::Lse | TensorId::DLse | TensorId::Dsinks | TensorId::PartialLse => p.dtype().accumulator(),
@@ -111,6 +112,35 @@ fn of_all_to_all(tensor: TensorId, s: &Schedule, plan: &Plan, all_to_all: AllToA
     };
     let shape = [rows, heads, all_to_all.dim as usize];
     Some(TensorForm { name: tensor.name(), dtype: all_to_all.dtype, shape, written })
+}
+
+/// The first token and the document of each of a rank's segments, in its order.
+pub(super) fn segments(plan: &Plan, rank: usize) -> Vec<(usize, usize)> {
+    let batch = plan.problem().batch();
+    let (mut list, mut next) = (Vec::new(), None);
+    for run in token_runs(plan, Side::Q, rank) {
+        let token = run.token as usize;
+        let document = batch.document_of(Side::Q, token);
+        if next != Some((token, document)) {
+            list.push((token, document));
+        }
+        next = Some((token + run.tokens as usize, document));
+    }
+    list
+}
+
+/// The three tensors of a scan; the others are absent.
+fn of_scan(tensor: TensorId, s: &Schedule, plan: &Plan, scan: Scan) -> Option<TensorForm> {
+    let (key, value) = (scan.key_dim as usize, scan.value_dim as usize);
+    let (dim, written) = match (tensor, scan.decay) {
+        (TensorId::Decay, Decay::Diagonal) => (key, false),
+        (TensorId::Decay, Decay::Matrix) => (key * key, false),
+        (TensorId::State, _) => (key * value, false),
+        (TensorId::InitialState, _) => (key * value, true),
+        _ => return None,
+    };
+    let shape = [segments(plan, s.rank).len(), scan.heads as usize, dim];
+    Some(TensorForm { name: tensor.name(), dtype: scan.dtype, shape, written })
 }
 
 /// The rows of these tokens as the caller's input, a column for each head.

@@ -22,7 +22,9 @@ impl Prover<'_> {
         let home = match cell.what {
             What::Input(_) | What::Delta => false,
             What::Final(_) => true,
-            What::Sum(TensorId::Dsinks) | What::Unset | What::Zero | What::Running(_) => return None,
+            What::Sum(TensorId::Dsinks) | What::Unset | What::Zero | What::Running(_) | What::Joined(_) => {
+                return None;
+            }
             What::Sum(_) => true,
         };
         if !matches!(cell.what, What::Sum(TensorId::Dk | TensorId::Dv)) || self.plan.form() != Form::Ordered {
@@ -82,6 +84,9 @@ impl Prover<'_> {
                     let name = self.memories[from.0].name(out.buf);
                     let (at, head) = (out.row + row, out.head + head);
                     let text = format!("sends row {at}, head {head} of {name} ({}), {wrong}", cell.describe());
+                    return Err(self.err(from.0, from.1, text));
+                }
+                if let Err(text) = self.arrives(to.0, cell, rows) {
                     return Err(self.err(from.0, from.1, text));
                 }
                 let crossed = strict && (crosses || (cell.crossed && between_holders));

@@ -111,8 +111,8 @@ pub(super) struct Header {
     fingerprint: u64,
 }
 
-const KINDS: [RunKind; 5] =
-    [RunKind::Forward, RunKind::Backward, RunKind::ToHeads, RunKind::ToTokens, RunKind::Combine];
+const KINDS: [RunKind; 6] =
+    [RunKind::Forward, RunKind::Backward, RunKind::ToHeads, RunKind::ToTokens, RunKind::Combine, RunKind::Scan];
 
 impl Header {
     pub(super) const BYTES: usize = 56;

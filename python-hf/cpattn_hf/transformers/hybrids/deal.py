@@ -18,6 +18,25 @@ from cpattn.errors import PeerError, Unsupported
 from cpattn.torch.group import Collectives
 
 
+def parts_of(parts: int, world: int) -> list[int]:
+    """The part of the heads of each rank; ranks of a part are consecutive."""
+    return [one * parts // world for one in range(world)]
+
+
+def dealt(lengths: Sequence[int], part: Sequence[int]) -> Tensor:
+    """For each rank: whether it gets a document. Documents to the ranks of each part: the longest first, each to the rank with the fewest
+    tokens so far."""
+    owners = torch.zeros(len(part), len(lengths), dtype=torch.bool)
+    load = [0] * len(part)
+    longest = sorted(range(len(lengths)), key=lambda one: -lengths[one])
+    for one_part in range(max(part) + 1):
+        ranks = [rank for rank, of in enumerate(part) if of == one_part]
+        for one in longest:
+            to = min(ranks, key=load.__getitem__)
+            owners[to, one], load[to] = True, load[to] + lengths[one]
+    return owners
+
+
 class Deal:
     """Who gets what of one batch, and this rank's rows in it.
 
@@ -29,11 +48,10 @@ class Deal:
     ) -> None:
         self.rank, self.world, self._talk = rank, len(tokens), talk
         self.parts = min(parts, self.world)
-        # The part of the heads of each rank; ranks of a part are consecutive.
-        self.part = [one * self.parts // self.world for one in range(self.world)]
+        self.part = parts_of(self.parts, self.world)
         ends = torch.tensor(cu_seqlens, dtype=torch.int64)
         lengths = ends.diff()
-        owners = self._documents(lengths.tolist())  # for each rank: whether it gets a document
+        owners = dealt(lengths.tolist(), self.part)
         own = owners[rank].nonzero().flatten()
         # The first row of each of this rank's documents among the rows of this rank.
         self.ends: list[int] = [0, *lengths[own].cumsum(0).tolist()]
@@ -46,18 +64,6 @@ class Deal:
         for of, where in zip(tokens, document, strict=True):
             mine = owners[rank][where]
             self.place.append((first[where] + of - ends[where])[mine])
-
-    def _documents(self, lengths: list[int]) -> Tensor:
-        """Documents to the ranks of each part: the longest first, each to the rank with the fewest tokens so far."""
-        owners = torch.zeros(self.world, len(lengths), dtype=torch.bool)
-        load = [0] * self.world
-        longest = sorted(range(len(lengths)), key=lambda one: -lengths[one])
-        for part in range(self.parts):
-            ranks = [rank for rank in range(self.world) if self.part[rank] == part]
-            for one in longest:
-                to = min(ranks, key=load.__getitem__)
-                owners[to, one], load[to] = True, load[to] + lengths[one]
-        return owners
 
     def documents(self) -> list[tuple[int, int]]:
         """The rows of each of this rank's documents."""

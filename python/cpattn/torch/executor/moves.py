@@ -6,6 +6,7 @@ Blocks of one part run in any order, so blocks between the same buffers and head
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import groupby
 
@@ -49,6 +50,9 @@ class Sums:
         room = self._room
         room.begin()
         for dst, sources, direct in self._blocks:
+            if not sources:
+                dst.clear(buffers)
+                continue
             if len(sources) == 1:
                 dst.write(buffers, sources[0].read(buffers, room), room)
                 continue
@@ -62,6 +66,8 @@ class Sums:
 
 def in_place(dst: Rows, sources: Sequence[Rows]) -> bool:
     """Whether the sum may be made where it goes: no source is there, or the first one is the destination."""
+    if not sources:
+        return True
     first, *rest = sources
     return all(one.number != dst.number for one in rest) and (first.number != dst.number or first.same_as(dst))
 
@@ -78,6 +84,30 @@ def total(parts: Sequence[Tensor], kind: torch.dtype, room: Fresh, to: Tensor | 
         result = room.cast(result, torch.float64) if part.dtype == torch.float64 else result
         result.add_(part)
     return result
+
+
+class Joins:
+    """COMPOSE and COMPOSE_MATRIX: a decay times a state or a decay, plus a state if there is one."""
+
+    def __init__(self, op: Op) -> None:
+        self._matrix, self._sums = op.kind == OpKind.COMPOSE_MATRIX, op.sums
+
+    def run(self, buffers: Buffers) -> None:
+        for one in self._sums:
+            to, decay, *others = (buffers.at(view) for view in (one.dst, *one.sources))
+            rows = math.isqrt(decay.shape[2]) if self._matrix else decay.shape[2]
+            to, of, *add = (of_rows(x, rows) for x in (to, *others))
+            if self._matrix:
+                torch.matmul(of_rows(decay, rows), of, out=to)
+            else:
+                torch.mul(decay.unsqueeze(3), of, out=to)
+            if add:
+                to.add_(add[0])
+
+
+def of_rows(x: Tensor, rows: int) -> Tensor:
+    """A view of [rows, heads, dim], each head a matrix of so many rows."""
+    return x.view(*x.shape[:2], rows, x.shape[2] // rows)
 
 
 class Merges:

@@ -18,11 +18,13 @@ from torch import Tensor
 from ...errors import PeerError
 from ...schedule import Lane, Op, OpKind, Schedule
 from ...schedule import Tensor as Of
+from ...trace import clock
 from ..dtypes import TORCH_DTYPES
 from ..kernels import Kernel, Memory, Scratch
 from .attention import Attend, AttendBackward, Delta, SinkGradient
 from .messages import Exchange, Flight, Network, failure
-from .moves import Merges, Sums
+from .moves import Joins, Merges, Sums
+from .recording import Recording, Timed
 from .rows import Buffers
 
 
@@ -52,11 +54,12 @@ class OfCaller(NamedTuple):
 
 
 class Streams(NamedTuple):
-    """The stream of the communication lane, and what makes events and finds the current stream."""
+    """The stream of the communication lane, and what makes events and finds the current stream. `timed` makes events with a time."""
 
     communication: Any
     event: Callable[[], Any]
     current: Callable[[], Any]
+    timed: Callable[[], Any]
 
     @classmethod
     def of(cls, device: torch.device) -> Streams | None:
@@ -67,7 +70,12 @@ class Streams(NamedTuple):
             stream = torch.Stream(device=device)
         except RuntimeError:
             return None
-        return cls(stream, lambda: torch.Event(device=device), lambda: torch.accelerator.current_stream(device))
+        return cls(
+            stream,
+            lambda: torch.Event(device=device),
+            lambda: torch.accelerator.current_stream(device),
+            lambda: torch.Event(device=device, enable_timing=True),
+        )
 
 
 class Program:
@@ -113,6 +121,8 @@ class Program:
             return Exchange(op, buffers, self._network, salt, room)
         if op.kind in (OpKind.SUM, OpKind.SINK_TOTAL):
             return Sums(op, buffers, room)
+        if op.kind in (OpKind.COMPOSE, OpKind.COMPOSE_MATRIX):
+            return Joins(op)
         if op.kind in (OpKind.MERGE, OpKind.COMBINE):
             return Merges(op, buffers, room)
         if op.kind == OpKind.DELTA:
@@ -143,11 +153,14 @@ class Program:
         for room in self._rooms:
             room.renew()
 
-    def run(self, streams: Streams | None) -> None:
-        """Runs on tensors that `buffers` has. A failure to send or receive raises PeerError. After an error the streams are joined too, so
+    def run(self, streams: Streams | None, recording: Recording | None = None) -> None:
+        """Runs on tensors that `buffers` has, and records its operations. A failure to send or receive raises PeerError. After an error the streams are joined too, so
         that the tensors may be let go of."""
         if streams is not None:
-            self._on_streams(streams)
+            self._on_streams(streams, recording)
+            return
+        if recording is not None:
+            self._recorded(recording)
             return
         flights: dict[int, Flight] = {}
         for at, step, lands in self._on_host:
@@ -156,7 +169,22 @@ class Program:
             if step is not None and (begun := self._run(at, step)) is not None:
                 flights[at] = begun
 
-    def _on_streams(self, streams: Streams) -> None:
+    def _recorded(self, recording: Recording) -> None:
+        """As `run` on the CPU. One exchange at most is under way."""
+        flights: dict[int, tuple[Flight, int]] = {}
+        for at, step, lands in self._on_host:
+            if lands is not None and lands in flights:
+                flight, start = flights.pop(lands)
+                self._land(lands, flight)
+                recording.add(self.schedule.ops[lands], start, clock())
+            if step is not None:
+                start = clock()
+                if (begun := self._run(at, step)) is not None:
+                    flights[at] = begun, start
+                else:
+                    recording.add(self.schedule.ops[at], start, clock())
+
+    def _on_streams(self, streams: Streams, recording: Recording | None) -> None:
         lanes, events = {Lane.COMPUTE: streams.current(), Lane.COMMUNICATION: streams.communication}, self._events
         compute, communication = lanes[Lane.COMPUTE], lanes[Lane.COMMUNICATION]
         # The communication stream comes after all earlier runs, whatever streams their callers had: they share the workspace.
@@ -167,9 +195,16 @@ class Program:
                 lane = lanes[op.lane]
                 if op.after is not None:
                     lane.wait_event(events[op.after])
+                timed = None
+                if recording is not None and not recording.full:
+                    timed = Timed(op, streams.timed(), streams.timed())
+                    recording.timed.append(timed)
+                    timed.begin.record(lane)
                 with lane:
                     if (flight := self._run(at, step)) is not None:
                         self._land(at, flight)
+                if timed is not None:
+                    timed.end.record(lane)
                 if at in self._awaited:
                     self._event(at, streams).record(lane)
         except BaseException:

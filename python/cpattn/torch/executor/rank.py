@@ -19,18 +19,21 @@ import torch
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from ...arguments import attempt
+from ...arguments import attempt, one_of, whole
 from ..._header import UNLIMITED
 from ...engine import EngineTransport
 from ...errors import Busy, Disagreement, Error, InvalidArgument, InvalidHandle, PeerError, Unsupported
-from ...options import AllToAll, CombineTo, Direction, Dtype, Side
+from ...options import AllToAll, CombineTo, Direction, Dtype, ScanForm, Side
 from ...plan import Plan
+from ...rank import scan_shape
 from ...schedule import Lane, Schedule
+from ...trace import Event
 from ..agree import REFUSED, digest
 from ..dtypes import DTYPES, TORCH_DTYPES
 from ..kernels import Kernel, Memory, refuse
 from .messages import Network
 from .program import Attention, Program, Streams
+from .recording import MOST, Recording, gather
 
 # Arguments of `Rank` that no kernel of others honours.
 _OF_RANK = ("lse_base", "block_table", "page_size", "page_stride")
@@ -55,6 +58,7 @@ class Executor:
             attempt(torch.is_autocast_enabled, self.device.type) is not None
         )  # raises for a device without autocast
         self._lock, self._failed, self._closed = Lock(), "", False
+        self._recording: Recording | None = None
 
     def forward(
         self,
@@ -140,6 +144,30 @@ class Executor:
             )
             self._run(program, tensors)
 
+    def scan(
+        self,
+        plan: Plan,
+        stream: Any = None,
+        *,
+        decay: Tensor,
+        state: Tensor,
+        initial_state: Tensor,
+        matrix: bool = False,
+        reverse: bool = False,
+        form: ScanForm | str = ScanForm.AUTO,
+    ) -> None:
+        """Passes states on along documents: as `Rank.scan`."""
+        self._check_open()
+        with self._on(stream):
+            shape, form = scan_shape(decay.shape, state.shape, matrix), one_of("form", form, ScanForm)
+            key = ("scan", *shape, dtype_of("state", state), matrix, reverse, form)
+
+            def make() -> tuple[Schedule, None]:
+                how: dict[str, Any] = {"matrix": matrix, "reverse": reverse, "form": form, "dtype": key[4]}
+                return plan.scan_schedule(self.network.rank, *shape, **how), None
+
+            self._run(self._made(plan, key, make), {"decay": decay, "state": state, "initial_state": initial_state})
+
     def prepare(self, plan: Plan, direction: Direction) -> None:
         """Makes the program of a plan; ranks compare it at its first run."""
         self._program(plan, direction, compare=False)
@@ -155,14 +183,27 @@ class Executor:
             self._give_up(error)
             raise
 
-    def record(self, capacity: int) -> None:
-        raise self._no_trace("record")
+    def record(self, capacity: int = 1 << 16) -> None:
+        """Starts to record this rank's operations, at most `capacity` of them until they are taken; 0 stops. On a device it waits for what
+        was enqueued."""
+        self._check_call()
+        capacity = whole("capacity", capacity, 0, MOST)
+        self._recording = Recording(self.network.rank, capacity) if capacity else None
+        if self._recording is not None and self._streams is not None:
+            base, compute = self._streams.timed(), self._streams.current()
+            compute.synchronize()
+            base.record(compute)
+            self._recording.align(base)
 
-    def gather_trace(self) -> list[Any]:
-        raise self._no_trace("trace")
-
-    def _no_trace(self, name: str) -> Unsupported:
-        return Unsupported(f"{name} is of cpattn's kernels, and kernels is {self.kernel.name!r}: use torch.profiler")
+    def gather_trace(self) -> list[Event]:
+        """On rank 0: the events that all ranks recorded, on its clock, and removes them. On other ranks: an empty list. All ranks call it,
+        between runs."""
+        self._check_call()
+        mine = [] if self._recording is None else self._recording.take()
+        try:
+            return gather(self.transport, self.network, mine)
+        except RuntimeError as error:
+            raise self._fail(PeerError(f"gathering a trace failed on rank {self.network.rank}: {error}")) from error
 
     def poll(self) -> None:
         """Raises if this rank has failed, or another one of the transport."""
@@ -287,7 +328,7 @@ class Executor:
             program.place(self._workspace)
             with torch.no_grad(), self._exact():
                 begun = program.sends
-                program.run(self._streams)
+                program.run(self._streams, self._recording)
             self._settle()
         except PeerError as error:
             raise self._fail(error) from error.__cause__

@@ -166,6 +166,11 @@ class Rows:
         else:
             room.put(every, self.index, values.expand(self._shape) if not values.ndim else values)
 
+    def clear(self, buffers: Buffers) -> None:
+        """Writes zeros."""
+        every = self._view(buffers)
+        every.zero_() if isinstance(self.index, slice) else every.index_fill_(0, self.index, 0.0)
+
     def write_words(self, buffers: Buffers, value: Tensor, error: Tensor | None, room: Fresh) -> None:
         """An lse, [rows, heads], and its rounding error where there is a second word; None: 0."""
         first, *more = self._columns(buffers)

@@ -14,7 +14,7 @@ pub(crate) struct KeyLists<'a> {
 
 impl<'a> KeyLists<'a> {
     /// The entries of a row for a head of the lists.
-    pub(super) fn of(&self, row: i64, head: usize) -> &'a [i32] {
+    pub(crate) fn of(&self, row: i64, head: usize) -> &'a [i32] {
         let first = (row as usize * self.heads + head) * self.entries;
         &self.positions[first..first + self.entries]
     }

@@ -17,8 +17,8 @@ use crate::{
     mesh::Mesh,
     plan::{Circulate, Gather, Options, Plan, Problem, Wire},
     schedule::{
-        AllToAll, AllToAllDirection, Buf, BufferView, Combine, CombineTo, Direction, Lane, OpKind, Purpose, Schedule,
-        StepTensor, TensorId,
+        AllToAll, AllToAllDirection, Buf, BufferView, Combine, CombineTo, Decay, Direction, Lane, OpKind, Purpose, Scan,
+        ScanForm, Schedule, StepTensor, TensorId,
         expand::Expansion,
         expanded::{ExpandedOp, expand_with},
     },
@@ -28,6 +28,7 @@ mod combines;
 mod extremes;
 mod gateways;
 mod operations;
+mod scans;
 mod written_out;
 
 /// The correct schedules of a group, and the same with all arguments listed.
@@ -75,7 +76,7 @@ fn proof<'a>(s: &'a Subject, listed: &'a Changed) -> Result<Proof<'a>> {
     let (plan, purpose, e) = (&s.plan, s.purpose, &mut Expansion::default());
     let each = s.schedules.iter().zip(&listed.0);
     let ranks = each.map(|(x, written)| check_rank(x.clone(), Some(written), plan, purpose, e));
-    Ok(Proof { plan, purpose, ranks: ranks.collect::<Result<_>>()?, threads: 1 })
+    Ok(Proof { plan, purpose, ranks: ranks.collect::<Result<_>>()?, threads: 1, listed: None })
 }
 
 fn subjects() -> Vec<Subject> {
@@ -190,6 +191,7 @@ fn subjects() -> Vec<Subject> {
     }
     subjects.extend(all_to_alls());
     subjects.extend(combines());
+    subjects.extend(scans());
     subjects
 }
 
@@ -230,6 +232,28 @@ fn combines() -> Vec<Subject> {
             subjects.push(Subject::new(name, &plan, Purpose::Combine(combine), |rank| {
                 Schedule::combine(&plan, rank, combine)
             }));
+        }
+    }
+    subjects
+}
+
+/// Scans in each form: documents within a rank and over several, an empty one, ranks without tokens, two segments of a
+/// document on one rank, beside Ulysses ranks.
+fn scans() -> Vec<Subject> {
+    let mut subjects = Vec::new();
+    for (lengths, ring, ulysses, layout) in [
+        (&[2, 0, 13, 3][..], 5, 1, Layout::Contiguous),
+        (&[9, 7], 3, 1, Layout::Zigzag),
+        (&[3, 14], 2, 2, Layout::Balanced { chunks: 2 }),
+    ] {
+        let problem = Problem::new(Batch::from_lengths(lengths).unwrap(), 4, 2, 8, Dtype::Bf16);
+        let plan = Plan::new(&problem, Mesh { replicas: 1, ring, ulysses }, layout).unwrap();
+        for form in [ScanForm::Chain, ScanForm::Tree, ScanForm::Direct] {
+            for decay in [Decay::Diagonal, Decay::Matrix] {
+                let scan = Scan { form, reverse: decay == Decay::Matrix, ..Scan::new(decay, 2, 2, 2) };
+                let name = format!("{scan:?} over {layout}, {ring} × {ulysses}");
+                subjects.push(Subject::new(name, &plan, Purpose::Scan(scan), |rank| Schedule::scan(&plan, rank, scan)));
+            }
         }
     }
     subjects

@@ -115,8 +115,8 @@ fn other_ends(s: &Subject) -> Vec<Vec<Vec<(usize, usize, usize)>>> {
     let memories: Vec<_> =
         s.schedules.iter().map(|x| Memory::new(x, promise::tables(x, &s.plan, s.purpose, false), false)).collect();
     let messages: Vec<Vec<_>> =
-        s.listed.iter().map(|ops| ops.iter().cloned().map(super::super::meet::messages).collect()).collect();
-    super::super::meet::partners(0, &messages, &memories).unwrap()
+        s.listed.iter().map(|ops| ops.iter().cloned().map(super::super::matching::messages).collect()).collect();
+    super::super::matching::partners(0, &messages, &memories).unwrap()
 }
 
 pub(super) fn messages<'a>(listed: &'a mut Changed, r: usize, i: usize) -> &'a mut Vec<MessageView> {
@@ -235,7 +235,9 @@ fn blocks_changed() {
                         change("a source repeated", &|s| s.sources.push(s.sources[n]));
                     }
                 }
-                change("all sources repeated", &|s| s.sources.extend_from_within(..));
+                if !sum.sources.is_empty() {
+                    change("all sources repeated", &|s| s.sources.extend_from_within(..));
+                }
                 if sum.sources.len() > 1 && s.plan.form() == Form::Ordered {
                     change("sources swapped", &|s| s.sources.swap(0, 1));
                 }

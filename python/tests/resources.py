@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""What a process holds: for tests that what is closed leaves nothing behind."""
+"""The descriptors, threads and groups of a process: for tests that what is closed leaves nothing behind."""
 
 from __future__ import annotations
 

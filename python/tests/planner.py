@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""What the small wheel does, the planner alone, and what it refuses. Run by `.ci/package` and `python/wheels --planner --check` in an
+environment where it is installed, with NumPy, and with PyTorch if there is one:
+
+python python/tests/planner.py
+
+Not a module of unittest: in an environment with the full wheel there is nothing to see.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import sys
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+since = time.perf_counter()
+import cpattn
+
+IMPORT = time.perf_counter() - since
+
+
+def refused(text: str, call: Any) -> None:
+    try:
+        call()
+    except cpattn.Unsupported as error:
+        assert text in str(error), error
+        assert "full wheel" in str(error), error
+    else:
+        raise AssertionError(f"not refused: {text}")
+
+
+def plans() -> None:
+    """Plans, proofs, schedules and the moves of heads are those of the full library; attention is refused before anything moves."""
+    plan = cpattn.Plan([0, 61, 61, 200], 4, 16, kv_heads=2, world=4, ulysses=2, ring=2)
+    plan.verify()
+    assert len(plan.schedule(0, "forward").ops) > 3
+    assert sorted(token for rank in range(4) for token in plan.tokens("q", rank)) == list(range(200))
+
+    def moved(number: int, rank: cpattn.Rank) -> None:
+        share, rows = plan.share(number), len(plan.tokens("q", number))
+        tokens = np.random.default_rng(number).random((rows, 4, 16), np.float32)
+        heads = np.full(
+            (
+                sum(len(plan.tokens("q", u)) for u in range(4) if plan.share(u).ring == share.ring),
+                share.q_head_end - share.q_head_begin,
+                16,
+            ),
+            np.nan,
+            np.float32,
+        )
+        back, kv, lse = (
+            np.full_like(tokens, np.nan),
+            np.ones((rows, 2, 16), np.float32),
+            np.zeros((4, rows), np.float32),
+        )
+        for _ in range(2):
+            rank.to_heads(plan, "q", tokens, heads)
+            rank.to_tokens(plan, "q", heads, back)
+            assert (back == tokens).all()
+            refused(
+                "the planner alone", lambda: rank.forward(plan, q=tokens, k=kv, v=kv, o=np.empty_like(back), lse=lse)
+            )
+
+    cpattn.on_all(cpattn.local_group(4), moved)
+
+
+def attends() -> None:
+    """One rank of PyTorch's own kernels, and the reference, against PyTorch alone."""
+    import torch
+    import torch.distributed as dist
+
+    import cpattn.torch
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    refused("kernels is 'cpattn'", lambda: cpattn.torch.Context(heads=4, head_dim=16, kernels="cpattn"))
+    torch.manual_seed(3)
+    q, k, v = (torch.randn(200, 4, 16, requires_grad=True) for _ in range(3))
+    parts = [x.split([61, 139]) for x in (q, k, v)]
+    right = torch.cat(
+        [
+            torch.nn.functional.scaled_dot_product_attention(
+                *(x[i].transpose(0, 1) for x in parts), is_causal=True
+            ).transpose(0, 1)
+            for i in range(2)
+        ]
+    )
+    grown = torch.autograd.grad(right.square().sum(), (q, k, v))
+    for kernels in (None, "torch", "math"):
+        with closing(cpattn.torch.Context(heads=4, head_dim=16, kernels=kernels)) as context:
+            batch = context.batch([0, 61, 200])
+            o = batch.attention(q, k, v)
+            torch.testing.assert_close(o, right)
+            torch.testing.assert_close(torch.autograd.grad(o.square().sum(), (q, k, v)), grown, atol=1e-4, rtol=1e-4)
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    assert cpattn.library_features() == frozenset(), cpattn.library_features()
+    library = Path(os.environ.get("CPATTN_LIBRARY") or Path(cpattn.__file__).with_name("libcpattn.so"))
+    if "CPATTN_LIBRARY" not in os.environ:
+        assert importlib.metadata.version("cpattn").endswith("+planner")
+    plans()
+    with_torch = importlib.util.find_spec("torch") is not None
+    if with_torch:
+        attends()
+    print(
+        f"the planner alone: {library.stat().st_size / 1e6:.2f} MB, imported in {1000 * IMPORT:.0f} ms"
+        f"{'' if with_torch else '; PyTorch is not installed, so nothing was attended'}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
