@@ -8,6 +8,9 @@ cpattn plans: which rank holds what, and the list of each rank's operations with
 is one method for each kind of operation. It runs the list in its order on one thread. With two streams, one for each `op.lane`, and
 an event for each `op.after`, the same methods overlap communication and computation.
 
+To compute, use `cpattn.torch` with kernels="torch" or another: it keeps its memory, overlaps and refuses. This is the program to read
+before one writes an executor, and shares no code with that one, so that each is a check of the list.
+
 o, lse and all gradients of each case are compared with attention over the whole batch in one process.
 """
 

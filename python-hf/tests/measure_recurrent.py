@@ -3,7 +3,8 @@
 
     capi/build && PYTHONPATH=python:python-hf:python/tests:python-hf/tests python3 python-hf/tests/measure_recurrent.py [--tokens N]
 
-Bytes are counted: what a process hands to the exchanges of the layer, forward and backward, for other ranks. Activations are counted as well: the tensors that the
+Bytes are counted, forward and backward: what a process hands to the exchanges of the layer for other ranks, and what the schedules of its scans
+send. Activations are counted as well: the tensors that the
 layer's backward pass keeps, each storage once, without parameters. The process with the most of each.
 """
 
@@ -17,6 +18,7 @@ import torch.distributed as dist
 import transformers
 
 import hybrids
+from cpattn import Plan, Rank
 from cpattn.torch.group import Collectives
 from cpattn_hf.transformers import ContextParallel
 from cpattn_hf.transformers.mixers import ARGUMENT
@@ -39,12 +41,19 @@ def _cost(rank: int, world: int, tokens: int, recurrent: str) -> tuple[int, int]
     forward = cp.shard({"input_ids": torch.full((1, tokens), 3), "cu_seqlens": torch.tensor([0, tokens])})
     x = torch.randn(tokens, SIZES["hidden_size"], generator=torch.Generator().manual_seed(1))[forward.tokens]
     x.requires_grad_()
-    sent, kept, usual = [0], {}, Collectives.exchange
+    sent, kept, usual, scan = [0], {}, Collectives.exchange, Rank.scan
     fixed = {p.untyped_storage().data_ptr() for p in layer.parameters()}
 
     def exchange(self: Any, to: torch.Tensor, data: torch.Tensor, arriving: list[int], leaving: list[int]) -> None:
         sent[0] += sum(leaving) - leaving[rank]
         usual(self, to, data, arriving, leaving)
+
+    def scanned(self: Rank, plan: Plan, *, decay: torch.Tensor, state: torch.Tensor, **how: Any) -> None:
+        scan(self, plan, decay=decay, state=state, **how)
+        heads, keys = state.shape[1], int(decay.shape[2] ** 0.5)  # of matrices
+        how.pop("initial_state")
+        schedule = plan.scan_schedule(rank, heads, keys, state.shape[2] // keys, **how)
+        sent[0] += sum(one.bytes for op in schedule.ops for one in op.messages if one.send)
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
@@ -52,7 +61,7 @@ def _cost(rank: int, world: int, tokens: int, recurrent: str) -> tuple[int, int]
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    Collectives.exchange = exchange  # type: ignore[method-assign]
+    Collectives.exchange, Rank.scan = exchange, scanned  # type: ignore[method-assign, assignment]
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda one: one):
         out = layer(x[None], **{ARGUMENT: forward})
     out.square().sum().backward()

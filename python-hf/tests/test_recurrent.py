@@ -222,6 +222,35 @@ def _counted(rank: int, world: int) -> tuple[dict[tuple[str, int], int], list[st
     return found, said
 
 
+def _kinds(rank: int, world: int, names: list[str], file: str) -> list[str]:
+    """With kernels of PyTorch, in bfloat16 and under autocast; beside the form of heads."""
+    wrong = []
+    for name in names:
+        for kind, options, bound in (
+            ("kernels of the model", {"kernels": "model"}, 1e-5),
+            ("bfloat16", {}, 0.1),
+            ("autocast", {}, 0.05),
+        ):
+            found = []
+            for recurrent in ("heads", "states"):
+                model = hybrids.build(name)
+                model = model.to(torch.bfloat16) if kind == "bfloat16" else model
+                model.set_attn_implementation("sdpa")
+                cp = ContextParallel(model, gradients="sum", timeout=60, recurrent=recurrent, **options)
+                with torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast"):
+                    loss = model(**models.batch(PACKS[0])).loss
+                loss.backward()
+                total = models.gradients(model)
+                dist.all_reduce(total)
+                found.append((loss.item(), total))
+                cp.close()
+            (loss_of_heads, of_heads), (loss_of_states, of_states) = found
+            far = max(abs(loss_of_states / loss_of_heads - 1), models.apart(of_states, of_heads))
+            if not far <= bound:
+                wrong.append(f"{name}, {kind}: {far:.1e}")
+    return wrong
+
+
 def _refused(rank: int, world: int) -> dict[str, str]:
     from transformers.models.mamba2 import modeling_mamba2 as module
 
@@ -268,6 +297,9 @@ class Recurrent(unittest.TestCase):
 
     def test_frozen_weights(self) -> None:
         self._run(_frozen, (4,), ("qwen3_5_text", "mamba2", "minimax"))
+
+    def test_other_kernels_and_types(self) -> None:
+        self._run(_kinds, (2,), ("qwen3_5_text", "nemotron_h"))
 
     def test_a_kernel_for_several_sequences(self) -> None:
         self._run(_kernel_of_fla, (3,), ("qwen3_5_text",))

@@ -9,9 +9,10 @@ from pathlib import Path
 from unittest import mock
 
 import torch
+from cpattn.errors import Unsupported
 from cpattn.torch import Context, kernels
 from cpattn.torch.kernels.torch_device import TorchDevice
-from doubles import aiter_mha, flash_attn_2
+from doubles import aiter_mha, flash_attn_2, plain
 from kernel_problems import drawn_op, expected_backward, expected_forward, problem
 from processes import run
 from test_kernels import check, close
@@ -146,6 +147,57 @@ class SignatureTest(unittest.TestCase):
                         lse_gradient=seed % 4 > 0,
                     )
 
+    def test_cudnn(self):
+        """The double has the arguments of PyTorch's operators. It counts causal masks from the top-left corner, as cuDNN does in some
+        versions, and needs as many keys as rows there; its lse is [rows, heads, 1]."""
+        names = {
+            function: [one.name for one in getattr(torch.ops.aten, function).default._schema.arguments]
+            for function in ("_cudnn_attention_forward", "_cudnn_attention_backward")
+        }
+        masks = set()
+
+        def square(call):
+            lengths = [call[name].diff().tolist() for name in ("cum_seq_q", "cum_seq_k")]
+            self.assertEqual([max(x) for x in lengths], [call["max_q"], call["max_k"]])
+            self.assertTrue(not call["is_causal"] or lengths[0] == lengths[1], lengths)
+            self.assertEqual((call["dropout_p"], call["attn_bias"]), (0.0, None))
+            masks.add((call["is_causal"], lengths[0] == lengths[1]))
+            window = (-1, 0 if call["is_causal"] else -1)
+            return call["cum_seq_q"], call["cum_seq_k"], call["max_q"], None, call["scale"], *window
+
+        def bound(function, arguments, more):
+            return dict(zip(names[function], arguments)) | more
+
+        def forward(*arguments, **more):
+            call = bound("_cudnn_attention_forward", arguments, more)
+            self.assertIs(call["compute_log_sumexp"], True)
+            inputs = [call[name] for name in ("query", "key", "value")]
+            self.assertTrue(all(x.is_contiguous() for x in inputs))
+            o, lse = plain.forward(*inputs, *square(call))
+            return o.to(inputs[0].dtype), lse.t().contiguous().unsqueeze(2), None, None, 0, 0, None, None, None
+
+        def backward(*arguments, **more):
+            call = bound("_cudnn_attention_backward", arguments, more)
+            d_o, *inputs, o, lse = (call[name] for name in ("grad_out", "query", "key", "value", "out", "logsumexp"))
+            self.assertEqual(lse.shape, (*d_o.shape[:2], 1))
+            found = plain.backward(d_o, *inputs, o, lse.squeeze(2).t(), *square(call))
+            return tuple(x.to(d_o.dtype) for x in found)
+
+        with mock.patch.multiple(torch.ops.aten, _cudnn_attention_forward=forward, _cudnn_attention_backward=backward):
+            kernel, refused = kernels.find("cudnn", "cpu"), 0
+            for seed in range(120):
+                op = drawn_op(random.Random(seed), stripes=seed % 3 == 0)
+                op = type(op)(**{**vars(op), "score": op.score._replace(softcap=0.0)})
+                of = {"dtype": torch.bfloat16, "tolerance": 1.2e-2, "dims": (16, 16), "lse_gradient": seed % 4 > 0}
+                with self.subTest(seed=seed):
+                    try:
+                        check(self, kernel, op, seed, **of)
+                    except Unsupported as error:
+                        self.assertIn("kernels='cudnn' has no limit on the left", str(error))
+                        refused += 1
+        self.assertEqual(masks, {(False, False), (False, True), (True, True)})
+        self.assertTrue(10 < refused < 90, refused)
+
     def test_the_backward_whose_shapes_pytorch_cannot_tell(self):
         """Arguments are checked before PyTorch finds that the CPU has no such kernel."""
         q, k, lse = torch.empty(9, 4, 16), torch.empty(12, 4, 16), torch.empty(4, 9)
@@ -155,6 +207,13 @@ class SignatureTest(unittest.TestCase):
             NotImplementedError, "aten::_efficient_attention_backward.* with arguments from the 'CPU' backend"
         ):
             TorchDevice().of(torch.float32).backward(q, q, k, k, q, lse, call)
+        of_cudnn = kernels.find("cudnn", "cpu")
+        for name, run_it in (
+            ("forward", lambda: of_cudnn.forward(q, k, k, call)),
+            ("backward", lambda: of_cudnn.backward(q, q, k, k, q, lse, call)),
+        ):
+            with self.assertRaisesRegex(NotImplementedError, f"aten::_cudnn_attention_{name}.* from the 'CPU' backend"):
+                run_it()
 
 
 def example(rank, world):

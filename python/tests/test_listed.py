@@ -103,19 +103,66 @@ def job(rank: int, world: int) -> list[str]:
     return wrong
 
 
+def blocks(rank: int, world: int) -> list[str]:
+    """Blocks have the bits of lists of their keys, forward and backward, and move as few rows."""
+    wrong, size = [], 4
+    for options in ({"ring": world, "ulysses": 1}, {"ring": world, "ulysses": 1, "window_left": 9}, {}):
+        context = cpattn.torch.Context(
+            heads=HEADS, kv_heads=KV_HEADS, head_dim=DIM, value_dim=VALUE, dtype=torch.float32, timeout=60.0, own_tokens=True,
+            **options,
+        )  # type: ignore[arg-type]  # fmt: skip
+        batch = context.batch(torch.tensor([0, *LENGTHS]).cumsum(0).tolist())
+        made, lengths = torch.Generator().manual_seed(8), torch.tensor(LENGTHS).repeat_interleave(torch.tensor(LENGTHS))
+        listed = torch.full((sum(LENGTHS), KV_HEADS, 3), -1)
+        keys = torch.full((sum(LENGTHS), KV_HEADS, 3 * size), -1)
+        for token, place in enumerate(places().tolist()):
+            for head in range(KV_HEADS):
+                every = torch.randperm(-(-int(lengths[token]) // size), generator=made)[: 3 - token % 3]
+                listed[token, head, : len(every)] = every
+                found = (every[:, None] * size + torch.arange(size)).flatten()
+                left = options.get("window_left", 10**6)
+                found = found[(found <= place) & (found >= place - left)]
+                keys[token, head, : len(found)] = found.sort(descending=True).values
+        results = []
+        for given in ({"key_blocks": listed[batch.tokens], "block_size": size}, {"key_indices": keys[batch.tokens]}):
+            x = [batch.shard(x.nan_to_num(0.0)).float().requires_grad_() for x in inputs()[:3]]
+            o = batch.attention(*x, **given)
+            o.backward(batch.shard(inputs()[3]).float())
+            results.append([o, *(one.grad for one in x)])
+        for name, got, want in zip(("o", "dq", "dk", "dv"), *results, strict=True):
+            if not torch.allclose(got, want, atol=1e-6):
+                wrong.append(f"{options}: {name} {(got - want).abs().max():.1e}")
+        context.close()
+    return wrong
+
+
 def refused(rank: int, world: int) -> list[str]:
     """What a batch takes that it should refuse."""
     q, good = torch.zeros(4, 1, DIM), torch.zeros(4, 1, 1, dtype=torch.int32)
     context = cpattn.torch.Context(heads=1, head_dim=DIM, timeout=5.0)
     batch, taken = context.batch([0, 4]), []
     sliced = batch.with_slices(cpattn.slices.documents([0, 4]))
-    for of, words, keys in (
-        (batch, "torch.float32 on cpu", good.float()),
-        (batch, "key_indices has the shape (4,)", good[:, 0, 0]),
-        (sliced, "key_indices in a batch with slices", good),
-    ):
+    cases: list[tuple[Any, str, dict[str, Any]]] = [
+        (batch, "torch.float32 on cpu", {"key_indices": good.float()}),
+        (batch, "key_indices has the shape (4,)", {"key_indices": good[:, 0, 0]}),
+        (sliced, "key_indices in a batch with slices", {"key_indices": good}),
+        (sliced, "key_blocks in a batch with slices", {"key_blocks": good, "block_size": 2}),
+        (batch, "key_blocks has the shape (4,)", {"key_blocks": good[:, 0, 0], "block_size": 2}),
+        (batch, "key_blocks is given without block_size", {"key_blocks": good}),
+        (batch, "block_size is 2 without key_blocks", {"block_size": 2}),
+        (batch, "block_size is 0", {"key_blocks": good, "block_size": 0}),
+        (
+            batch,
+            "key_indices and key_blocks are both given",
+            {"key_blocks": good, "block_size": 2, "key_indices": good},
+        ),
+        (batch, "key_blocks[0, 0, 0] is 2, -1 or below 2 is needed", {"key_blocks": good + 2, "block_size": 3}),
+        (batch, "key_blocks[0, 0] has 0 twice", {"key_blocks": good.repeat(1, 1, 2), "block_size": 3}),
+        (batch, "key_blocks has 3 rows, 4 are needed", {"key_blocks": good[:3], "block_size": 3}),
+    ]
+    for of, words, given in cases:
         try:
-            of.attention(q, q, q, key_indices=keys)
+            of.attention(q, q, q, **given)
             taken.append(words)
         except (cpattn.InvalidArgument, cpattn.Unsupported) as error:
             taken += [] if words in str(error) else [str(error)]
@@ -128,6 +175,10 @@ class Processes(unittest.TestCase):
         for world in (2, 3):
             for wrong in run(job, world):
                 self.assertEqual(wrong, [])
+
+    def test_blocks(self) -> None:
+        for wrong in run(blocks, 2):
+            self.assertEqual(wrong, [])
 
 
 class OneRank(unittest.TestCase):

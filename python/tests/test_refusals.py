@@ -252,8 +252,8 @@ def rows() -> dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str]
         "slices.tree": (s.tree, {"parents": [None, 0], "lengths": [2, 3]}, {}),
         "timeline_svg": (cpattn.timeline_svg, {"events": [event]}, {}),
         "torch.Batch": (cpattn.torch.Batch, {"context": context, "packing": batch.packing}, {}),
-        "torch.Batch.attention": (batch.attention, {**inputs, **dict.fromkeys(told), "dropout_p": None, "dropout_seed": None, "key_indices": None, "return_lse": False, "return_max_logit": False}, {
-            **optional, "dropout_p": "none", "dropout_seed": "none", "key_indices": "none", **dict.fromkeys(told[:3], "none"), "return_lse": "truth", "return_max_logit": "truth"}),
+        "torch.Batch.attention": (batch.attention, {**inputs, **dict.fromkeys(told), "dropout_p": None, "dropout_seed": None, "key_indices": None, "key_blocks": None, "block_size": None, "return_lse": False, "return_max_logit": False}, {
+            **optional, "dropout_p": "none", "dropout_seed": "none", "key_indices": "none", "key_blocks": "none", "block_size": "none", **dict.fromkeys(told[:3], "none"), "return_lse": "truth", "return_max_logit": "truth"}),
         "torch.Batch.gather": (batch.gather, {"x": q, "side": "k", **window}, dict.fromkeys(window, "none")),
         "torch.Batch.halo": (batch.halo, {"x": q, "taps": 2}, {}),
         "torch.Batch.explain": (batch.explain, {"kernels": "math"}, {"kernels": "none"}),

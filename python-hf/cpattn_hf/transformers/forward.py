@@ -191,6 +191,7 @@ class Forward(Gathers):
         every = (one.new_zeros(len(self.segments), *one.shape[1:]).index_copy(0, at, one) for one in (decay, state))
         return self.batch.scan(*every, matrix=matrix)[at]
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
     def passes(self, kind: str, form: Form, layer: Any) -> bool:
         """Whether layers of this class pass states in this forward pass, or get whole documents."""
         if kind not in self.passed:

@@ -252,24 +252,24 @@ def _alone(arguments: Mapping[str, Any], mask: Tensor) -> list[dict[str, Any]]:
 
 def _by_documents(forward: Forward, usual: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Positions of several rows, as the model computes them for each document: it gets the documents as rows with padding at the right."""
-    pack, given = forward.pack, inspect.signature(usual).bind(*args, **kwargs)
+    pack, bound = forward.pack, inspect.signature(usual).bind(*args, **kwargs)
     lengths = [b - a for a, b in pairwise(pack.cu_seqlens)]
 
     def documents(x: Tensor) -> Tensor:
         return pad_sequence(list(torch.split(x.flatten()[pack.kept.to(x.device)], lengths)), batch_first=True)
 
-    for name, value in given.arguments.items():
+    for name, value in bound.arguments.items():
         if isinstance(value, Tensor) and value.shape == pack.shape:
-            given.arguments[name] = documents(value)
+            bound.arguments[name] = documents(value)
     mask = documents(torch.ones(pack.shape, dtype=torch.int64, device=pack.ids.device))
     if "attention_mask" in inspect.signature(usual).parameters:
-        given.arguments["attention_mask"] = mask
+        bound.arguments["attention_mask"] = mask
     try:
         if type(getattr(usual, "__self__", None)).__name__ in NUMBERED:
-            each = [usual(**arguments) for arguments in _alone(given.arguments, mask)]
+            each = [usual(**arguments) for arguments in _alone(bound.arguments, mask)]
             found, deltas = torch.cat([of for of, _ in each], 1), torch.cat([of for _, of in each])
         else:
-            found, deltas = usual(*given.args, **given.kwargs)
+            found, deltas = usual(*bound.args, **bound.kwargs)
     except (StopIteration, RuntimeError, IndexError, ValueError) as error:
         raise InvalidArgument(
             f"the positions of image tokens cannot be computed ({type(error).__name__}: {error}): each run of image tokens of a document needs its "

@@ -52,12 +52,14 @@ def checked(
     """The documents of a call of `model` with the text config `config`, and the arguments `images` for what is around its text model. Raises
     InvalidArgument and Unsupported."""
     for name, value in inputs.items():
-        taken = name in images or (name in TAKEN and (name not in ARGUMENTS or (known.types and name == known.named)))
+        known_name = name in images or (
+            name in TAKEN and (name not in ARGUMENTS or (known.types and name == known.named))
+        )
         if name == "position_ids" and name not in images and getattr(value, "ndim", 2) == 3:
             raise Unsupported(
                 f"position_ids has the shape {tuple(value.shape)}, and {type(model).__name__} takes positions of one row: [rows, tokens] is needed"
             )
-        if not taken and value is not None and _tensors(value):
+        if not known_name and value is not None and _tensors(value):
             raise Unsupported(f"the model was given {name}, which is not supported: leave it out")
     for name, value in inputs.items():
         if isinstance(value, Cache) or (name in CACHES and value is not None):

@@ -29,9 +29,9 @@ def group_of(mesh: Any, group: Members, replicas: int) -> tuple[Members, int]:
     if mesh is None:
         return group, replicas
     if group is not None or replicas != 1:
-        given = f"group is {group!r}" if group is not None else f"replicas is {replicas!r}"
+        other = f"group is {group!r}" if group is not None else f"replicas is {replicas!r}"
         raise InvalidArgument(
-            f"mesh and {given} are both given: leave one of them out, mesh says which ranks are a group"
+            f"mesh and {other} are both given: leave one of them out, mesh says which ranks are a group"
         )
     if not isinstance(mesh, DeviceMesh):
         raise refused("mesh", mesh, "a torch.distributed.device_mesh.DeviceMesh is needed")
@@ -48,13 +48,13 @@ def group_of(mesh: Any, group: Members, replicas: int) -> tuple[Members, int]:
         raise InvalidArgument(
             f"mesh has the ranks {mesh.mesh.flatten().tolist()}, without this one: use ContextParallel on those ranks"
         )
-    ranks, kept = mesh.mesh, list(names)
+    ranks, dimensions = mesh.mesh, list(names)
     if PARTS in names:  # of the heads: the group has those with this rank's part
-        ranks = ranks.select(kept.index(PARTS), at[kept.index(PARTS)])
-        kept.remove(PARTS)
+        ranks = ranks.select(dimensions.index(PARTS), at[dimensions.index(PARTS)])
+        dimensions.remove(PARTS)
     if ranks.numel() == sizes[NAME]:
         return mesh.get_group(NAME), 1
-    members = ranks.movedim(kept.index(NAME), -1).flatten().tolist()
+    members = ranks.movedim(dimensions.index(NAME), -1).flatten().tolist()
     if any(a >= b for a, b in pairwise(members)):
         raise Unsupported(
             f"mesh has the dimensions {sizes} with {NAME!r} before others than {PARTS!r}, so that ranks that share a pass are not consecutive: put {NAME!r} "

@@ -10,8 +10,8 @@ import torch
 from transformers import Trainer
 
 from cpattn.errors import InvalidArgument, Unsupported
-from .beyond import MODULES, SFT, beyond, fused, refuse_sharing
 from .evaluate import Preprocess, gathered
+from .trl import MODULES, SFT, fused, refuse_sharing, trl_trainer
 
 if TYPE_CHECKING:
     from .parallel import ContextParallel
@@ -70,7 +70,7 @@ def trainer(cp: ContextParallel, kind: type[Any], send_batches: bool = False, sh
     if share_prompts:
         refuse_sharing(cp, kind)
     if own:
-        kind = beyond(cp, kind, share_prompts)
+        kind = trl_trainer(cp, kind, share_prompts)
 
     # A prediction step that a subclass has written gets the logits of all tokens from compute_loss.
     usual_step = kind.prediction_step.__module__ in KNOWN

@@ -58,10 +58,10 @@ def compare_settings(transport: EngineTransport, settings: Mapping[str, Any]) ->
         compare(transport, "arguments of ContextParallel", digest(repr(value).encode()), need)
 
 
-def compare_names(transport: EngineTransport, names: Sequence[str], given: Set[str], need: str) -> None:
+def compare_names(transport: EngineTransport, names: Sequence[str], present: Set[str], need: str) -> None:
     """Refuses arguments that only some ranks were given, by their names: those of `names`, which are the same on all ranks."""
     bits = {name: 2 << at for at, name in enumerate(names[:62])}
-    answers = digests(transport, "inputs", 1 + sum(bit for name, bit in bits.items() if name in given))
+    answers = digests(transport, "inputs", 1 + sum(bit for name, bit in bits.items() if name in present))
     for name, bit in bits.items():
         if others := [rank for rank, one in enumerate(answers) if bool(one & bit) != bool(answers[0] & bit)]:
             have, lack = ([rank for rank, one in enumerate(answers) if bool(one & bit) == has] for has in (True, False))

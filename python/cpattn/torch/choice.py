@@ -75,9 +75,9 @@ def process_group(group: Members) -> dist.ProcessGroup | None:
         return None
     world: object = dist.group.WORLD
     _groups[:] = [one for one in _groups if one[1] is world]  # others ended with theirs
-    for known, _, made in _groups:
+    for known, _, open_group in _groups:
         if known == members:
-            return made
+            return open_group
     group_of_members: dist.ProcessGroup = dist.new_group(list(members), use_local_synchronization=True)
     _groups.append((members, world, group_of_members))
     return group_of_members

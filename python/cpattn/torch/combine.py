@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .executor import Executor
 
 # Plans that a context keeps: one for each number of tokens in a step.
-KEPT = 256
+CACHE_SIZE = 256
 
 
 class Combining:
@@ -66,7 +66,7 @@ class Combining:
         if (plan := self._combines.get(key)) is None:
             shape = {"head_dim": dim, "value_dim": dim, "dtype": known, "sinks": sinks_of(sinks)}
             plan = Plan([0, tokens], heads, world=self.world, ring=self.world, ulysses=1, **shape)  # type: ignore[arg-type]
-            while len(self._combines) >= KEPT:
+            while len(self._combines) >= CACHE_SIZE:
                 self._combines.pop(next(iter(self._combines)))
             self._combines[key] = plan
         rows, own = ((self.number + 1) * n // self.world - self.number * n // self.world for n in (tokens, heads))

@@ -37,7 +37,7 @@ from .gather import Talk
 from .gloo import Collectives, GlooTransport, Members
 from .heads import Heads
 from .kernels import Kernel, find
-from .lists import lists_of
+from .lists import lists_of, of_blocks
 from .scan import Scanning
 from .top_keys import Choosing
 
@@ -345,6 +345,8 @@ class Batch(Heads, Choosing, Scanning, Packed):
         dropout_p: float | None = None,
         dropout_seed: int | Tensor | None = None,
         key_indices: Tensor | None = None,
+        key_blocks: Tensor | None = None,
+        block_size: int | None = None,
         return_lse: bool = False,
         return_max_logit: bool = False,
     ) -> Any:
@@ -376,6 +378,10 @@ class Batch(Heads, Choosing, Scanning, Packed):
         the rows of k and v that a rank's tokens list go to it, or those that the mask allows, if these are fewer bytes: the context's option
         `key_rows` forces either. On the CPU only, without slices. `top_keys` makes such lists.
 
+        With `key_blocks`, of the same shapes and types, a query lists blocks of `block_size` keys: block b has the positions from b · block_size on
+        in its document, the last block of a document may be shorter, and each block is listed at most once; -1 is none. The query
+        attends to those of their keys that the mask allows. A list costs 4 bytes for each key, as `key_indices` of all of them would.
+
         With `return_lse` it returns o and lse [heads, tokens] (f32; f64 for f64): the natural log-sum-exp of the scores and the sinks,
         -inf for a query that sees nothing. Both are differentiable, with kernels of others on all ranks or on none; the gradient of a
         -inf is not used. With `return_max_logit` the
@@ -403,6 +409,11 @@ class Batch(Heads, Choosing, Scanning, Packed):
                 )
         seed = of_call(dropout_p, dropout_seed, context._kind.get("dropout", 0.0))
         keys = lists_of(context, key_indices)
+        if key_indices is not None and key_blocks is not None:
+            raise InvalidArgument(
+                "key_indices and key_blocks are both given: one of them says which keys a query attends to"
+            )
+        keys = of_blocks(self, key_blocks, block_size, (window_left, window_right)) if keys is None else keys
         numbers = (window_left, window_right, scale, softcap, dropout_p)
         if torch.compiler.is_compiling():
             slopes = operators.slopes_tensor(alibi_slopes)

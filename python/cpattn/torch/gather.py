@@ -97,9 +97,10 @@ class Reads:
         """The memory of the rows that `gather` makes of these tensors on this rank."""
         return len(self) * sum(map(_width, x))
 
-    def mask(self) -> Tensor:
-        """Which of the rows each of this rank's tokens reads, [tokens, rows]: so many bytes."""
-        return self._bands.mask(self._own, self.tokens)
+    def mask(self, begin: int = 0, end: int | None = None) -> Tensor:
+        """Which of the rows each of this rank's tokens reads, [tokens, rows]: so many bytes. Of tokens from `begin` to `end` alone, in
+        this rank's order."""
+        return self._bands.mask(self._own[begin:end], self.tokens)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
     def gather(self, *x: Tensor) -> tuple[Tensor, ...]:

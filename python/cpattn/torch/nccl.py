@@ -63,8 +63,8 @@ def rank_on(device: torch.device, communicator: str, transport: EngineTransport,
     if any(failed):
         raise Unsupported(f"communicator='torch' is refused on rank {failed.index(1)}: see the error of that rank")
     comm = _address(backend, device) or _connected(backend, device)
-    made = nccl_transport(None, comm, False, rank=number, world=world, device=device.index, deadline_ms=deadline)
-    return Borrowing(made, backend, device, comm, transport)
+    handle = nccl_transport(None, comm, False, rank=number, world=world, device=device.index, deadline_ms=deadline)
+    return Borrowing(handle, backend, device, comm, transport)
 
 
 def _unique_id(transport: EngineTransport) -> bytes:

@@ -15,6 +15,9 @@ use super::cell::Cell;
 /// Rows with equal content: the first row, and its cell.
 type Run = (u64, Cell);
 
+/// Memory for this many runs is not returned: a column of few runs would be allocated again and again.
+const SMALL: usize = 64;
+
 /// Runs in ascending order; the first begins at row 0.
 #[derive(Clone, Debug)]
 pub(super) struct Column {
@@ -38,6 +41,7 @@ impl Column {
             column.add((column.rows, cell));
             column.rows += rows;
         }
+        column.before.shrink_to_fit();
         column
     }
 
@@ -139,10 +143,13 @@ impl Column {
         }
     }
 
-    /// Joins the runs at both sides of the gap if the second continues the first.
+    /// Joins the runs at both sides of the gap if the second continues the first. A gap at the end keeps no memory for
+    /// the runs that were after it: most columns rest so.
     fn close(&mut self) {
-        if let Some(run) = self.after.pop() {
-            self.add(run);
+        match self.after.pop() {
+            Some(run) => self.add(run),
+            None if self.after.capacity() > SMALL => self.after = Vec::new(),
+            None => {}
         }
     }
 }

@@ -10,8 +10,8 @@
 //!    (checked in the run of part 3, which moves only matching messages).
 //! 2. *No race* (`one_rank`): two operations of different lanes that are not ordered by happens-before never access the
 //!    same bytes if one of them writes. Buffers are compared by bytes, because several share the same.
-//! 3. *No deadlock* (`matching`): one simulated run of all ranks. Progress of one rank never disables a step of another (an
-//!    exchange that may be posted stays so until it is posted, a message with both sides posted stays so until it
+//! 3. *No deadlock* (`matching`): one simulated run of all ranks. Progress of one rank never disables a step of another
+//!    (an exchange that may be posted stays so until it is posted, a message with both sides posted stays so until it
 //!    moves), so all runs reach the same end: if one completes, all do, with any timing. And since conflicting accesses
 //!    are ordered by part 2, every run leaves the same content in every buffer.
 //! 4. *Content* (`execute`, `transfer`, `geometry`, `attend`, `outputs`): during that run every row of every head

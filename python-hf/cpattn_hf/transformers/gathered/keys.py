@@ -55,6 +55,11 @@ class Keys:
             self._masks[dtype, device] = seen
         return self._masks[dtype, device]
 
+    def rows_of_mask(self, begin: int, end: int, device: torch.device) -> Tensor:
+        """The mask [tokens, keys] of some of this rank's tokens, of booleans."""
+        seen = torch.ones(1, 1, dtype=torch.bool) if self.alone else self.reads.mask(begin, end)
+        return seen.to(device)
+
     def documents(self) -> list[tuple[Tensor, slice]]:
         """The rows of this rank's queries and of the keys of each document that it has a query of."""
         if self.alone:
@@ -116,10 +121,15 @@ def _parameters(forward: Callable[..., Any]) -> inspect.Signature:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
 def gathered(
-    kind: str, layer: Any, *args: Any, change: Callable[[Any, Keys], dict[str, Any]] | None = None, **kwargs: Any
+    kind: str,
+    layer: Any,
+    *args: Any,
+    change: Callable[[Any, Keys], dict[str, Any]] | None = None,
+    mask_of: Callable[[Keys, torch.device], Any] | None = None,
+    **kwargs: Any,
 ) -> Any:
     """The layer's own forward with attention of this kind, "eager" or another, whose mask has booleans, on this rank's queries and gathered
-    keys. `change` makes attributes that it has instead of its own."""
+    keys. `change` makes attributes that it has instead of its own, `mask_of` what it gets for a mask."""
     forward = type(layer).forward
     given = _parameters(forward).bind(layer, *args, **kwargs)
     name = type(layer).__name__
@@ -130,7 +140,8 @@ def gathered(
             )
     hidden = next(one for one in given.args[1:] if isinstance(one, Tensor))
     keys = Keys.of(layer, given.arguments.get("attention_mask"))
-    mask = keys.mask(hidden.dtype if kind == "eager" else torch.bool, hidden.device)
+    dtype = hidden.dtype if kind == "eager" else torch.bool
+    mask = mask_of(keys, hidden.device) if mask_of else keys.mask(dtype, hidden.device)
     taken = next(one for one in CACHES if one in given.signature.parameters)
     given.arguments |= {"attention_mask": mask, taken: Cache(keys, hidden.device)}
     if "relative_distance" in given.arguments:  # of each query to each key

@@ -20,6 +20,7 @@ from cpattn.plan import Plan
 from cpattn.rank import Rank, local_group
 from cpattn.torch.group import DTYPES
 from ..attention import Current
+from .indexer import Tiled, Unmade
 from .keys import gathered
 
 NAME = "cpattn_listed"
@@ -50,7 +51,7 @@ def _plan(
 
 
 class _Listed(torch.autograd.Function):
-    """Attention of q [tokens, heads, dim] to the rows of k and v that `keys` [tokens, 1, entries] lists, with a sink for each head."""
+    """Attention of q [tokens, heads, dim] to the rows of k and v that `keys` [tokens, 1 or kv heads, entries] lists, with a sink for each head."""
 
     @staticmethod
     def forward(
@@ -86,15 +87,16 @@ def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Tensor,
+    mask: Tensor | Unmade,
     scaling: float,
     indices: Tensor | None = None,
     s_aux: Tensor | None = None,
+    block_indices: Tensor | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
     """The attention function of Transformers for these layers, with sinks `s_aux`. Columns that the mask forbids are chosen where it
     allows fewer."""
-    if indices is None:
+    if indices is None and block_indices is None:
         raise Unsupported(
             f"{type(layer).__name__} gives its attention no indices: use a version of transformers whose layer does"
         )
@@ -103,8 +105,14 @@ def attend(
         raise Unsupported(
             f"{type(layer).__name__} has softcap={more['softcap']} and lists keys: this adapter has no softcap over listed keys"
         )
-    allowed = mask[:, 0].expand(-1, indices.shape[1], -1).gather(-1, indices.long())
-    keys = torch.where(allowed, indices, -1).to(torch.int32)[0, :, None].contiguous()
+    if indices is None:  # the columns of the keys of blocks, [1, heads, tokens, entries]
+        assert block_indices is not None
+        keys = block_indices[0].transpose(0, 1).repeat_interleave(k.shape[1] // block_indices.shape[1], 1).contiguous()
+    else:
+        if not isinstance(mask, Unmade):
+            allowed = mask[:, 0].expand(-1, indices.shape[1], -1).gather(-1, indices.long())
+            indices = torch.where(allowed, indices, -1)
+        keys = indices.to(torch.int32)[0, :, None].contiguous()
     # Under autocast q, k and v can be of different types: rotary embeddings make some of them f32.
     dtype = torch.get_autocast_dtype(v.device.type) if torch.is_autocast_enabled(v.device.type) else v.dtype
     q, k, v = (x[0].to(dtype).transpose(0, 1).contiguous() for x in (q, k, v))
@@ -122,4 +130,8 @@ def listed(kind: str, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The layer's forward over listed keys; over the layer's own mask where the kernels cannot: on a device, and with dropout."""
     hidden = next(one for one in (*args, *kwargs.values()) if isinstance(one, Tensor))
     dropped: Any = layer.training and getattr(layer, "attention_dropout", 0.0)
-    return gathered(kind if hidden.is_cuda or dropped else NAME, layer, *args, **kwargs)
+    if hidden.is_cuda or dropped:
+        return gathered(kind, layer, *args, **kwargs)
+    own = getattr(layer, "indexer", None)
+    change = None if own is None else lambda layer, keys: {"indexer": Tiled(own, keys)}
+    return gathered(NAME, layer, *args, change=change, mask_of=lambda keys, device: Unmade(), **kwargs)

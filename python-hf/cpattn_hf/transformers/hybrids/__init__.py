@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from . import convolution, delta, lightning, mamba, mamba2, rglru, windows
@@ -40,5 +41,12 @@ def mixer_of(layer: nn.Module) -> Callable[..., Any] | None:
 
 
 def _either(mixer: Callable[..., Any], form: Form, layer: nn.Module, documents: Any, *args: Any, **kwargs: Any) -> Any:
-    passes = documents.passes(type(layer).__name__, form, layer)
-    return (form.run if passes else mixer)(layer, documents, *args, **kwargs)
+    if documents.passes(type(layer).__name__, form, layer):
+        return _passing(form, layer, documents, *args, **kwargs)
+    return mixer(layer, documents, *args, **kwargs)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
+def _passing(form: Form, *args: Any, **kwargs: Any) -> Any:
+    """Not compiled: it makes the layer's forward anew, with other functions."""
+    return form.run(*args, **kwargs)

@@ -14,11 +14,11 @@ from .shared import Columns, Documents, Layer, Part, convolution, mix, same, vie
 def short_convolution(layer: Any, documents: Documents, hidden_states: Tensor, **_: Any) -> Tensor:
     one = Columns(1)
 
-    def made(part: Part, taken: Mapping[str, Callable[[Tensor], Tensor]]) -> Any:
-        return view(layer, in_proj=taken["in_proj"], conv=convolution(layer.conv, part, [one]), out_proj=same)
+    def layer_of(part: Part, outputs: Mapping[str, Callable[[Tensor], Tensor]]) -> Any:
+        return view(layer, in_proj=outputs["in_proj"], conv=convolution(layer.conv, part, [one]), out_proj=same)
 
     projections = {"in_proj": (layer.in_proj(hidden_states[0]), [one] * 3)}
-    out: Tensor = layer.out_proj(mix(layer, documents, Layer(layer.conv.in_channels, projections, made, 1)))
+    out: Tensor = layer.out_proj(mix(layer, documents, Layer(layer.conv.in_channels, projections, layer_of, 1)))
     return out
 
 

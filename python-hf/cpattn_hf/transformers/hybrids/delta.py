@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .shared import Columns, Documents, Layer, Part, convolution, mix, same, view
 
-Taken = Mapping[str, Callable[..., Any]]
+Outputs = Mapping[str, Callable[..., Any]]
 
 
 def gated_delta_net(layer: Any, documents: Documents, hidden_states: Tensor, **_: Any) -> Tensor:
@@ -35,10 +35,10 @@ def gated_delta_net(layer: Any, documents: Documents, hidden_states: Tensor, **_
         }
     out = "out_proj" if hasattr(layer, "out_proj") else "o_proj"
 
-    def made(part: Part, taken: Taken) -> Any:
+    def layer_of(part: Part, outputs: Outputs) -> Any:
         return view(
             layer,
-            **taken,
+            **outputs,
             **{
                 name: part.share(getattr(layer, name))
                 for name in ("num_k_heads", "num_v_heads", "key_dim", "value_dim", "conv_dim")
@@ -51,7 +51,7 @@ def gated_delta_net(layer: Any, documents: Documents, hidden_states: Tensor, **_
 
     x = hidden_states[0]
     projections = {name: (getattr(layer, name)(x), of) for name, of in sections.items()}
-    y = mix(layer, documents, Layer(layer.num_k_heads, projections, made, value.width))
+    y = mix(layer, documents, Layer(layer.num_k_heads, projections, layer_of, value.width))
     projected: Tensor = getattr(layer, out)(y)
     return projected
 
@@ -67,17 +67,17 @@ def delta_attention(layer: Any, documents: Documents, hidden_states: Tensor, **_
         "gate": (layer.g_b_proj(layer.g_a_proj(x)) if hasattr(layer, "g_b_proj") else layer.g_proj(x), [head]),
     }
 
-    def made(part: Part, taken: Taken) -> Any:
+    def layer_of(part: Part, outputs: Outputs) -> Any:
         sizes = {name: part.share(getattr(layer, name)) for name in ("num_heads", "qkv_dim")}
         decay = {
             "dt_bias": part.rows(forget.dt_bias, layer.head_dim),
             "A_log": part.rows(forget.A_log, dim=2 if forget.A_log.ndim == 4 else 0),
         }
-        forgets = {"f_a_proj": same, "f_b_proj": taken["forget"], "f_proj": taken["forget"]}
-        gates = {"g_a_proj": same, "g_b_proj": taken["gate"], "g_proj": taken["gate"]}
+        forgets = {"f_a_proj": same, "f_b_proj": outputs["forget"], "f_proj": outputs["forget"]}
+        gates = {"g_a_proj": same, "g_b_proj": outputs["gate"], "g_proj": outputs["gate"]}
         return view(
             layer,
-            **{name: taken[name] for name in ("q_proj", "k_proj", "v_proj", "b_proj")},
+            **{name: outputs[name] for name in ("q_proj", "k_proj", "v_proj", "b_proj")},
             **gates,
             **sizes,
             forget_gate=view(forget, **sizes, **decay, **forgets),
@@ -85,7 +85,7 @@ def delta_attention(layer: Any, documents: Documents, hidden_states: Tensor, **_
             o_proj=same,
         )
 
-    y = mix(layer, documents, Layer(layer.num_heads, projections, made, layer.head_dim))
+    y = mix(layer, documents, Layer(layer.num_heads, projections, layer_of, layer.head_dim))
     projected: Tensor = layer.o_proj(y)
     return projected
 

@@ -16,11 +16,11 @@ def lightning_attention(
 ) -> tuple[Tensor, None]:
     heads, dim = layer.num_attention_heads, layer.head_dim
 
-    def made(part: Part, taken: Mapping[str, Callable[[Tensor], Tensor]]) -> Any:
+    def layer_of(part: Part, outputs: Mapping[str, Callable[[Tensor], Tensor]]) -> Any:
         return view(
             layer,
             num_attention_heads=part.end - part.begin,
-            qkv_proj=taken["qkv_proj"],
+            qkv_proj=outputs["qkv_proj"],
             **{name: part.rows(getattr(layer, name)) for name in ("slope_rate", "query_decay", "key_decay")},
             diagonal_decay=part.rows(layer.diagonal_decay, dim=1),
             norm=same,
@@ -29,7 +29,7 @@ def lightning_attention(
         )
 
     projections = {"qkv_proj": (layer.qkv_proj(hidden_states[0]), [Columns(3 * dim)])}
-    how = Layer(heads, projections, made, dim, lambda x: {"position_embeddings": None, "attention_mask": None})
+    how = Layer(heads, projections, layer_of, dim, lambda x: {"position_embeddings": None, "attention_mask": None})
     y = layer.norm(mix(layer, documents, how))
     return layer.out_proj(layer.output_gate(hidden_states).sigmoid() * y), None
 

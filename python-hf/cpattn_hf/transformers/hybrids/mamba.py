@@ -15,14 +15,14 @@ from torch.nn import functional as F
 
 from .shared import Columns, Documents, Layer, Part, convolution, mix, same, view
 
-Taken = Mapping[str, Callable[[Tensor], Tensor]]
+Outputs = Mapping[str, Callable[[Tensor], Tensor]]
 
 
 def mamba(layer: Any, documents: Documents, hidden_states: Tensor, **_: Any) -> Tensor:
     one, width = Columns(1), layer.intermediate_size
     deal = documents.deal(width)
 
-    def made(part: Part, taken: Taken) -> Any:
+    def layer_of(part: Part, outputs: Outputs) -> Any:
         def x_proj(x: Tensor) -> Tensor:
             if type(layer.x_proj) is nn.Linear:
                 return deal.sum(F.linear(x, layer.x_proj.weight[:, part.begin : part.end]))
@@ -31,7 +31,7 @@ def mamba(layer: Any, documents: Documents, hidden_states: Tensor, **_: Any) -> 
         return view(
             layer,
             intermediate_size=part.end - part.begin,
-            in_proj=taken["in_proj"],
+            in_proj=outputs["in_proj"],
             conv1d=convolution(layer.conv1d, part, [one]),
             x_proj=x_proj,
             dt_proj=_rows(layer.dt_proj, part),
@@ -42,7 +42,7 @@ def mamba(layer: Any, documents: Documents, hidden_states: Tensor, **_: Any) -> 
         )
 
     projections = {"in_proj": (layer.in_proj(hidden_states[0]), [one, one])}
-    out: Tensor = layer.out_proj(mix(layer, documents, Layer(width, projections, made, 1)))
+    out: Tensor = layer.out_proj(mix(layer, documents, Layer(width, projections, layer_of, 1)))
     return out
 
 
@@ -57,12 +57,12 @@ def _rows(projection: Any, part: Part) -> Any:
 def zamba(layer: Any, documents: Documents, hidden_states: Tensor, **_: Any) -> Tensor:
     head = layer.mamba_head_dim
 
-    def made(part: Part, taken: Taken) -> Any:
+    def layer_of(part: Part, outputs: Outputs) -> Any:
         return view(
             layer,
             n_mamba_heads=part.end - part.begin,
             intermediate_size=part.share(layer.intermediate_size),
-            in_proj=taken["in_proj"],
+            in_proj=outputs["in_proj"],
             conv1d=convolution(layer.conv1d, part, [Columns(head)]),
             **{
                 name: part.rows(getattr(layer, name))
@@ -72,7 +72,7 @@ def zamba(layer: Any, documents: Documents, hidden_states: Tensor, **_: Any) -> 
         )
 
     projections = {"in_proj": (layer.in_proj(hidden_states[0]), [Columns(2 * head)])}
-    out: Tensor = layer.out_proj(mix(layer, documents, Layer(layer.n_mamba_heads, projections, made, head)))
+    out: Tensor = layer.out_proj(mix(layer, documents, Layer(layer.n_mamba_heads, projections, layer_of, head)))
     return out
 
 

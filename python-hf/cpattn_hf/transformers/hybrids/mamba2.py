@@ -29,12 +29,12 @@ def mamba2(layer: Any, documents: Documents, hidden_states: Tensor, **_: Any) ->
     gate, rest = projected.split([layer.intermediate_size, projected.shape[-1] - layer.intermediate_size], -1)
     normed = getattr(layer, "mamba_rms_norm", True)  # otherwise the scan takes the gate
 
-    def made(part: Part, taken: Mapping[str, Callable[[Tensor], Tensor]]) -> Any:
+    def layer_of(part: Part, outputs: Mapping[str, Callable[[Tensor], Tensor]]) -> Any:
         width = part.share(layer.intermediate_size)
 
         def in_proj(x: Tensor) -> Tensor:
             no_gate = x.new_zeros(()).expand(*x.shape[:-1], width)
-            return torch.cat([no_gate if normed else taken["gate"](x), taken["rest"](x)], -1)
+            return torch.cat([no_gate if normed else outputs["gate"](x), outputs["rest"](x)], -1)
 
         return view(
             layer,
@@ -53,7 +53,7 @@ def mamba2(layer: Any, documents: Documents, hidden_states: Tensor, **_: Any) ->
         )
 
     projections = {"rest": (rest, [*mixed, step])} | ({} if normed else {"gate": (gate, [wide])})
-    y = mix(layer, documents, Layer(heads, projections, made, wide.width))
+    y = mix(layer, documents, Layer(heads, projections, layer_of, wide.width))
     if normed:
         y = layer.norm(y, gate[None])
     out: Tensor = layer.out_proj(y.to(hidden_states.dtype))

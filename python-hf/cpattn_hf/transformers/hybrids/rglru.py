@@ -17,7 +17,7 @@ def recurrent_block(layer: Any, documents: Documents, input_states: Tensor, *_: 
     unit = layer.rg_lru
     block = Columns(unit.block_width)
 
-    def made(part: Part, taken: Mapping[str, Callable[[Tensor], Tensor]]) -> Any:
+    def layer_of(part: Part, outputs: Mapping[str, Callable[[Tensor], Tensor]]) -> Any:
         gates = ("input_gate_weight", "input_gate_bias", "recurrent_gate_weight", "recurrent_gate_bias")
         recurrent = view(
             unit,
@@ -27,7 +27,7 @@ def recurrent_block(layer: Any, documents: Documents, input_states: Tensor, *_: 
         )
         return view(
             layer,
-            linear_x=taken["linear_x"],
+            linear_x=outputs["linear_x"],
             linear_y=same,
             act_fn=lambda x: 1.0,
             conv_1d=convolution(layer.conv_1d, part, [block]),
@@ -43,7 +43,7 @@ def recurrent_block(layer: Any, documents: Documents, input_states: Tensor, *_: 
         }
 
     projections = {"linear_x": (layer.linear_x(input_states[0]), [block])}
-    y = mix(layer, documents, Layer(unit.num_attention_heads, projections, made, block.width, arguments))
+    y = mix(layer, documents, Layer(unit.num_attention_heads, projections, layer_of, block.width, arguments))
     return layer.linear_out(y * layer.act_fn(layer.linear_y(input_states))), None
 
 

@@ -65,9 +65,9 @@ class Part:
 
 def view(module: M, **changed: Any) -> M:
     """The module with other attributes. It shares all others with the module, which stays as it is."""
-    made = object.__new__(type(module))
-    vars(made).update({name: value for name, value in vars(module).items() if name != "forward"} | changed)
-    return made
+    copy = object.__new__(type(module))
+    vars(copy).update({name: value for name, value in vars(module).items() if name != "forward"} | changed)
+    return copy
 
 
 def convolution(conv: nn.Conv1d, part: Part, sections: Sequence[Columns]) -> nn.Conv1d:
@@ -112,23 +112,23 @@ def mix(layer: nn.Module, documents: Documents, how: Layer) -> Tensor:
     rows = torch.cat([projected for projected, _ in how.projections.values()], -1)
     device = rows.device
     columns: list[list[Tensor]] = [[] for _ in parts]
-    taken: dict[str, slice] = {}
+    places: dict[str, slice] = {}
     at = begin = 0
     for name, (projected, sections) in how.projections.items():
         for one, found in zip(parts, columns, strict=True):
             found.append(at + one.columns(sections))
         at += projected.shape[-1]
         width = len(own.columns(sections))
-        taken[name], begin = slice(begin, begin + width), begin + width
+        places[name], begin = slice(begin, begin + width), begin + width
     x = deal.to_documents(rows, [torch.cat(found).to(device) for found in columns])
-    made = how.view(own, {name: _taker(where) for name, where in taken.items()})
-    given = deal.documents()
-    if not given:  # the parameters take part all the same, as other ranks expect
-        x, given = F.pad(x, (0, 0, 0, 1)), [(0, 1)]
+    part = how.view(own, {name: _taker(where) for name, where in places.items()})
+    spans = deal.documents()
+    if not spans:  # the parameters take part all the same, as other ranks expect
+        x, spans = F.pad(x, (0, 0, 0, 1)), [(0, 1)]
     results = []
-    for begin, end in given:
+    for begin, end in spans:
         document = x[begin:end][None]
-        result = type(layer).forward(made, document, **how.arguments(document))
+        result = type(layer).forward(part, document, **how.arguments(document))
         results.append((result[0] if isinstance(result, tuple) else result)[0])
     y = torch.cat(results)[: deal.ends[-1]]
     out = [Columns(how.out)]

@@ -52,8 +52,8 @@ def per_layer_embedding(
         out: Tensor = type(layer)._short_conv(near, _rows(documents, x, taps, step), None)[:, -1]
         return out[None]
 
-    given = view(layer, _short_conv=convolved)
-    out: Tensor = type(layer).forward(given, hidden_states, input_ids, None)
+    changed = view(layer, _short_conv=convolved)
+    out: Tensor = type(layer).forward(changed, hidden_states, input_ids, None)
     return out
 
 
@@ -64,10 +64,10 @@ def projections(layer: Any, documents: Documents, hidden_states: Tensor, *_: Any
             f"{type(layer).__name__} has config.attention_bias, which is not supported: the first token of a document sees it"
         )
     names = ("q_proj", "k_proj", "v_proj_current", "v_proj_delayed")
-    made = [getattr(layer, name)(hidden_states) for name in names]
-    ends = torch.tensor([0, *(one.shape[-1] for one in made)]).cumsum(0).tolist()
+    outputs = [getattr(layer, name)(hidden_states) for name in names]
+    ends = torch.tensor([0, *(one.shape[-1] for one in outputs)]).cumsum(0).tolist()
     takers = {name: _taker(slice(*one)) for name, one in zip(names, pairwise(ends), strict=True)}
-    rows = _rows(documents, torch.cat(made, -1), layer.conv_kernel_size)
+    rows = _rows(documents, torch.cat(outputs, -1), layer.conv_kernel_size)
     out = type(layer).forward(view(layer, hidden_size=ends[-1], **takers), rows, None)
     return tuple(one[:, -1][None] for one in out)
 

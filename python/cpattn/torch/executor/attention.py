@@ -32,14 +32,14 @@ def rows_of(view: View, runs: Sequence[Run], buffers: Sequence[Buffer], device: 
 
 def by_mode(op: Op) -> dict[Mode, tuple[list[Run], list[Run]]]:
     """For each mode, the runs of its rows among those that the operation computes, and in the q view."""
-    made: dict[Mode, tuple[list[Run], list[Run]]] = {}
+    modes: dict[Mode, tuple[list[Run], list[Run]]] = {}
     at = 0
     for q in op.ranges:
-        places, rows = made.setdefault(q.mode, ([], []))
+        places, rows = modes.setdefault(q.mode, ([], []))
         places.append((at, q.range.len))
         rows.append((q.range.row, q.range.len))
         at += q.range.len
-    return made
+    return modes
 
 
 def count_of(op: Op) -> int:

@@ -9,6 +9,7 @@ kernel's results into f32 partial results.
 |---|---|---|
 | "math" | PyTorch's products and softmax, f32 or f64 | any device |
 | "torch" | PyTorch's flash and memory-efficient attention | CPU and devices |
+| "cudnn" | cuDNN by PyTorch's operators | its devices |
 | "flex" | FlexAttention: any band, softcap and slopes in one call | CPU (forward) and devices |
 | "flash_attn", "flash_attn_3", "flash_attn_4" | FlashAttention's packages, or Hugging Face's `kernels` | their devices |
 | `varlen(forward, backward)` | two functions of the usual signature | theirs |

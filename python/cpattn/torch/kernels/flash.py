@@ -142,10 +142,21 @@ class FlashAttention3(Kernel):
         delta: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         dq, dk, dv = fresh(q, k, v)
-        told = without_slopes(call)
-        told["is_causal"] = told.pop("causal")
+        arguments = without_slopes(call)
+        arguments["is_causal"] = arguments.pop("causal")
         self._backward(
-            d_o, q, k, v, o, lse, **named_lengths(call), dq=dq, dk=dk, dv=dv, **told, deterministic=call.deterministic
+            d_o,
+            q,
+            k,
+            v,
+            o,
+            lse,
+            **named_lengths(call),
+            dq=dq,
+            dk=dk,
+            dv=dv,
+            **arguments,
+            deterministic=call.deterministic,
         )
         return dq, dk, dv
 
@@ -197,14 +208,14 @@ def named_lengths(call: Rectangles) -> dict[str, Any]:
 
 
 def without_slopes(call: Rectangles) -> dict[str, Any]:
-    told = options(call)
-    del told["alibi_slopes"]
-    return told
+    arguments = options(call)
+    del arguments["alibi_slopes"]
+    return arguments
 
 
 def with_none(call: Rectangles) -> dict[str, Any]:
     """Limits that are none are None here, and the limit 0 of a causal mask is not given twice."""
-    told = without_slopes(call)
-    causal = told["causal"]
-    told |= {"window_size_left": call.window_left, "window_size_right": None if causal else call.window_right}
-    return told
+    arguments = without_slopes(call)
+    causal = arguments["causal"]
+    arguments |= {"window_size_left": call.window_left, "window_size_right": None if causal else call.window_right}
+    return arguments

@@ -157,13 +157,13 @@ def intervals(groups: tuple[Group, ...], k: Tensor) -> tuple[Tensor, Tensor]:
 
 def joined(row: list[tuple[int, int]]) -> list[tuple[int, int]]:
     """Intervals of which those that touch are one."""
-    made: list[tuple[int, int]] = []
+    runs: list[tuple[int, int]] = []
     for begin, end in row:
-        if made and made[-1][1] == begin:
-            made[-1] = made[-1][0], end
+        if runs and runs[-1][1] == begin:
+            runs[-1] = runs[-1][0], end
         else:
-            made.append((begin, end))
-    return made
+            runs.append((begin, end))
+    return runs
 
 
 def mask_of(begin: Tensor, end: Tensor, keys: int, device: torch.device) -> BlockMask:
@@ -197,10 +197,10 @@ def mask_of(begin: Tensor, end: Tensor, keys: int, device: torch.device) -> Bloc
         return inside
 
     some_count, some_list, full_count, full_list = (x.to(device) for x in lists)
-    made: BlockMask = BlockMask.from_kv_blocks(
+    block_mask: BlockMask = BlockMask.from_kv_blocks(
         some_count, some_list, full_count, full_list, BLOCK_SIZE=BLOCK, mask_mod=allowed, seq_lengths=(rows, keys)
     )
-    return made
+    return block_mask
 
 
 def score_of(call: Rows, q: Tensor, k: Tensor) -> Callable[..., Tensor] | None:

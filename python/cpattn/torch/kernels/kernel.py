@@ -33,7 +33,8 @@ class Honours:
     `devices` are device types, None: all. `head_dim` is the largest, `head_dim_multiple` what q's, k's and v's are padded to with
     columns of zeros. `returns_f32`: o comes back in f32 (f64 for f64) and is not rounded to the inputs' type. `group`: q heads per kv
     head may be more than one. `strides`: rows and heads of q, k, v and d_o may have any, else these are contiguous.
-    `windows`: any limits, else none or 0 on the right. `takes_delta`: its backward reads delta and no o."""
+    `windows`: any limits, else none or 0 on the right. `square`: 0 on the right only where a sequence has as many keys as rows, whatever the
+    corner is that the kernel counts from. `takes_delta`: its backward reads delta and no o."""
 
     dtypes: tuple[torch.dtype, ...]
     devices: tuple[str, ...] | None = None
@@ -50,6 +51,7 @@ class Honours:
     takes_delta: bool = False
     backward: bool = True
     max_logit: bool = False
+    square: bool = False
 
 
 class Kernel:
@@ -101,7 +103,7 @@ def refuse(kernel: Kernel, settings: Mapping[str, Any]) -> None:
     PyTorch), device, head_dim, value_dim, heads, kv_heads, window_left, window_right, softcap, alibi_slopes, return_max_logit,
     dropout, dropout_seed, key_indices, lse_base, block_table, page_size, page_stride, deterministic, reproducible, backward, lse_gradient."""
     instance("kernel", kernel, Kernel, "a kernel is needed: see cpattn.torch.kernels.find")
-    told, dtype = Asked(settings), settings.get("dtype")
+    wanted, dtype = Asked(settings), settings.get("dtype")
     able, faults = (kernel.of(dtype) if dtype is not None else kernel).honours, []
 
     def no(name: str, value: Any, needed: str) -> None:
@@ -138,13 +140,13 @@ def refuse(kernel: Kernel, settings: Mapping[str, Any]) -> None:
         # Every causal mask is a window with the limit 0 on the right.
         if settings.get(name) is not None and not able.windows and not (name == "window_right" and settings[name] == 0):
             no(name, settings[name], "None is needed")
-    if told.number("softcap") and not able.softcap:
+    if wanted.number("softcap") and not able.softcap:
         no("softcap", settings["softcap"], "0 is needed")
     if settings.get("alibi_slopes") is not None and not able.slopes:
         no("alibi_slopes", "set", "None is needed")
     if settings.get("return_max_logit") and not able.max_logit:
         no("return_max_logit", True, "False is needed")
-    if told.number("dropout"):
+    if wanted.number("dropout"):
         no("dropout", settings["dropout"], "0 is needed")
     if settings.get("dropout_seed") is not None:
         no("dropout_seed", settings["dropout_seed"], "None is needed: no plan has dropout")

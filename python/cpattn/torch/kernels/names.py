@@ -12,6 +12,7 @@ from .flash import FlashAttention2, FlashAttention3, FlashAttention4
 from .kernel import Kernel
 from .math import Math
 from .torch_cpu import TorchCpu
+from .torch_cudnn import Cudnn
 from .torch_device import TorchDevice
 
 
@@ -31,6 +32,7 @@ KERNELS: dict[str, Callable[[torch.device], Kernel]] = {
     "math": lambda _: Math(),
     "torch": torch_kernel,
     "flex": flex_kernel,
+    "cudnn": lambda _: Cudnn(),
     "flash_attn": lambda _: FlashAttention2(),
     "flash_attn_3": lambda _: FlashAttention3(),
     "flash_attn_4": lambda _: FlashAttention4(),

@@ -23,7 +23,7 @@ from ...errors import Unsupported
 from ...schedule import Op
 from .heads import HeadMap
 from .kernel import columns_of_delta
-from .rectangles import Rectangle, Rectangles, causal, rectangles_of, rows_of_runs
+from .rectangles import Rectangle, Rectangles, causal, rectangles_of, rows_of_runs, squared
 from .scratch import Fresh, Index
 from .trial import returned, returned_gradients, tried
 
@@ -102,6 +102,8 @@ class ByRectangles:
         if not self.able.windows:
             found = [part for one in found for part in causal(one)]
             refuse_windows(self.kernel.name, found)
+        if self.able.square:
+            found = [part for one in found for part in squared(one)]
         if slopes is not None:
             refuse_corners(self.kernel.name, found)
         # The longest first, and all of one pair of limits in one call.
@@ -168,7 +170,7 @@ class ByRectangles:
         )
 
     def _describe(self, call: Call, group: Sequence[Rectangle]) -> dict[str, Any]:
-        told = call.arguments
+        arguments = call.arguments
         rows, keys = sum(one.rows for one in group), sum(one.keys for one in group)
         copied = (0 if isinstance(call.q, slice) else rows) + (0 if isinstance(call.k, slice) else keys)
         return {
@@ -176,8 +178,8 @@ class ByRectangles:
             "sequences": len(group),
             "rows": rows,
             "keys": keys,
-            "longest": (told.max_seqlen_q, told.max_seqlen_k),
-            "window": (told.window_left, told.window_right),
+            "longest": (arguments.max_seqlen_q, arguments.max_seqlen_k),
+            "window": (arguments.window_left, arguments.window_right),
             "copied": copied,
             "heads expanded": self.heads.expands,
         }

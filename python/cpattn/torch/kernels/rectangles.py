@@ -145,7 +145,7 @@ def joined(rectangles: list[Rectangle]) -> list[Rectangle]:
     by_rows: dict[tuple[Run, ...], list[Rectangle]] = {}
     for one in rectangles:
         by_rows.setdefault(one.q, []).append(one)
-    made: list[Rectangle] = []
+    parts: list[Rectangle] = []
     whole: dict[tuple[Run, ...], Rectangle] = {}
     for found in by_rows.values():
         seen = [run for one in found if one.full for run in one.k]
@@ -165,8 +165,8 @@ def joined(rectangles: list[Rectangle]) -> list[Rectangle]:
                 whole[keys] = replace(whole[keys], q=(*whole[keys].q, *one.q), corner=None)
             else:
                 whole[keys] = replace(one, k=keys, corner=None if len(keys) > 1 else one.corner)
-        made += rest
-    return [*made, *whole.values()]
+        parts += rest
+    return [*parts, *whole.values()]
 
 
 def causal(one: Rectangle) -> list[Rectangle]:
@@ -176,6 +176,16 @@ def causal(one: Rectangle) -> list[Rectangle]:
     rows = one.rows - one.right
     first, rest = (replace(one, q=tuple(part(one.q, *ends)), corner=None) for ends in ((0, rows), (rows, one.rows)))
     return [replace(first, right=0), replace(rest, right=None)]
+
+
+def squared(one: Rectangle) -> list[Rectangle]:
+    """A causal rectangle as the keys that all rows see, and as many keys as rows."""
+    more = one.keys - one.rows
+    if one.right != 0 or not more:
+        return [one]
+    ends = (0, more), (more, one.keys)
+    before, rest = (replace(one, k=tuple(part(one.k, *some)), corner=None) for some in ends)
+    return [replace(before, right=None), rest]
 
 
 def rectangles_of(op: Op, in_order: bool) -> list[Rectangle]:

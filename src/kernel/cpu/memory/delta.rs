@@ -90,8 +90,8 @@ impl VectorLoop for DeltaRows<'_> {
                     let mut sums = [V::splat(0.0); 4];
                     for done in (0..dim - rest).step_by(unit) {
                         let (o, d_o) = (o.add(done * size), d_o.add(done * size));
-                        convert::ask::<V>(o, unit * size);
-                        convert::ask::<V>(d_o, unit * size);
+                        convert::prefetch::<V>(o, unit * size);
+                        convert::prefetch::<V>(d_o, unit * size);
                         sums = add(sums, convert::load::<V>(dtype, o), convert::load(dtype, d_o));
                     }
                     if rest > 0 {

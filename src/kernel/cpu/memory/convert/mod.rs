@@ -80,7 +80,7 @@ pub(crate) trait Convert: Vector<T = f32> {
     #[inline(always)]
     unsafe fn finished() {}
     /// Prefetches the line of `p`, which may be any address.
-    unsafe fn ask(p: *const u8);
+    unsafe fn prefetch(p: *const u8);
 }
 
 /// A loop over vectors of f32, run by the calling thread.
@@ -132,10 +132,10 @@ pub(crate) unsafe fn on_best(pass: &impl VectorLoop) {
 /// # Safety
 /// As [`Convert`]; the addresses may be any.
 #[inline(always)]
-pub(crate) unsafe fn ask<V: Convert>(p: *const u8, bytes: usize) {
+pub(crate) unsafe fn prefetch<V: Convert>(p: *const u8, bytes: usize) {
     for line in 0..bytes.div_ceil(64) {
         // SAFETY: the instruction set of V is present (the contract); a prefetch may have any address.
-        unsafe { V::ask(p.wrapping_add(AHEAD + 64 * line)) };
+        unsafe { V::prefetch(p.wrapping_add(AHEAD + 64 * line)) };
     }
 }
 

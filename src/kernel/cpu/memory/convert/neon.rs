@@ -94,7 +94,7 @@ impl Convert for Floats {
         unsafe { vst1q_u8(p, vreinterpretq_u8_u16(vcombine_u16(bf16(self.0[0]), bf16(self.0[1])))) }
     }
     #[inline(always)]
-    unsafe fn ask(p: *const u8) {
+    unsafe fn prefetch(p: *const u8) {
         // SAFETY: a prefetch of an unmapped address does nothing.
         unsafe { asm!("prfm pldl1keep, [{}]", in(reg) p, options(nostack, preserves_flags, readonly)) }
     }

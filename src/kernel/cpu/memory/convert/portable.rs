@@ -58,5 +58,5 @@ impl Convert for FourLanes<f32> {
         }
     }
     #[inline(always)]
-    unsafe fn ask(_: *const u8) {}
+    unsafe fn prefetch(_: *const u8) {}
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Copies and ordered sums of runs: contiguous elements, of any number, at any address.
 
-use super::{Convert, Four, ask, load, store};
+use super::{Convert, Four, load, prefetch, store};
 use crate::element::Dtype;
 
 /// Adds four vectors to four.
@@ -48,7 +48,7 @@ pub(crate) unsafe fn sum<V: Convert>(
             let mut x = [V::splat(0.0); 4];
             for (j, (from, dtype)) in sources.clone().enumerate() {
                 let from = from.add(done * dtype.size());
-                ask::<V>(from, unit * dtype.size());
+                prefetch::<V>(from, unit * dtype.size());
                 let y = load::<V>(dtype, from);
                 x = match (j, dtype) {
                     (0, Dtype::Bf16) => [y[0].quiet(), y[1].quiet(), y[2].quiet(), y[3].quiet()],
@@ -113,13 +113,13 @@ pub(crate) unsafe fn copy<V: Convert>(from: *const u8, to: *mut u8, bytes: usize
         }
         while done + 4 * line <= bytes {
             // Moves bits without arithmetic.
-            ask::<V>(from.add(done), 4 * line);
+            prefetch::<V>(from.add(done), 4 * line);
             let x = load::<V>(Dtype::F32, from.add(done));
             store(x, Dtype::F32, to.add(done), stream);
             done += 4 * line;
         }
         while done + line <= bytes {
-            ask::<V>(from.add(done), line);
+            prefetch::<V>(from.add(done), line);
             let x = V::load(from.add(done).cast());
             if stream {
                 x.stream(to.add(done));

@@ -106,7 +106,7 @@ impl Convert for __m512 {
         unsafe { _mm_sfence() }
     }
     #[inline(always)]
-    unsafe fn ask(p: *const u8) {
+    unsafe fn prefetch(p: *const u8) {
         // SAFETY: a prefetch of an address that is not there does nothing.
         unsafe { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }
     }
@@ -178,7 +178,7 @@ impl Convert for __m256 {
         unsafe { _mm_sfence() }
     }
     #[inline(always)]
-    unsafe fn ask(p: *const u8) {
+    unsafe fn prefetch(p: *const u8) {
         // SAFETY: a prefetch of an address that is not there does nothing.
         unsafe { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }
     }

@@ -62,7 +62,7 @@ def refuse_sharing(cp: ContextParallel, kind: type[Any]) -> None:
         )
 
 
-def beyond(cp: ContextParallel, kind: type[Any], share_prompts: bool = False) -> type[Any]:
+def trl_trainer(cp: ContextParallel, kind: type[Any], share_prompts: bool = False) -> type[Any]:
     """A subclass of one of TRL's trainers. The rest, for batches and evaluation, is in trainer.py."""
     module = kind.compute_loss.__module__
     if module not in (SFT, REWARD) and not fused():
