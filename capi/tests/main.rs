@@ -154,6 +154,11 @@ fn keys_in_pages_and_partial_results_of_two_ranks() {
 }
 
 #[test]
+fn documents_over_groups_that_change_size() {
+    run(&mut Command::new(compile("capi/tests/groups.c", "c99")));
+}
+
+#[test]
 fn states_passed_on_along_documents() {
     run(&mut Command::new(compile("capi/tests/scan.c", "c99")));
 }

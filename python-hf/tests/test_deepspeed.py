@@ -92,6 +92,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], Callable[[Any], Any]
     "reentrant": ("llama", PARTS, {}, lambda model: (models.checkpointing(model, True), model.enable_input_require_grads()), True),
     "tied, tiles, replicas": ("smollm2", PARTS, {"replicas": 2, "tile": 2}, None, True),
     "ZeRO-2, replicas": ("llama", {"stage": 2}, {"replicas": 2}, None, False),
+    "groups of several sizes, ZeRO-2": ("llama", {"stage": 2}, {"group_sizes": (1, 2)}, None, False),
+    "groups of several sizes": ("gpt-oss", PARTS, {"group_sizes": (1, 2)}, None, True),
     "offload": ("llama", {**PARTS, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}, {}, None, True),
     "hpZ": ("llama", {**PARTS, "zero_hpz_partition_size": 1}, {}, None, True),
     "delta net, adapters": ("qwen3_next", PARTS, {}, adapted, True),

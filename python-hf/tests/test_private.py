@@ -50,6 +50,7 @@ HAS = {
     "_build_accelerator_args": ["transformers:Trainer"],
     "_precompute_ref_logps": ["trl:DPOTrainer"],
     "_prepare_cp": ["accelerate:Accelerator"],
+    "_set_sync_gradients": ["accelerate.state:GradientState"],
     "_generate": ["trl:GRPOTrainer", "trl:RLOOTrainer"],
     "_generate_and_score_completions": ["trl:GRPOTrainer", "trl:RLOOTrainer"],
     "_get_per_token_logps_and_entropies": ["trl:GRPOTrainer", "trl:RLOOTrainer"],

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from cpattn import Event
 from cpattn.arguments import flag, instance, whole
-from cpattn.errors import InvalidArgument
+from cpattn.errors import InvalidArgument, Unsupported
 from cpattn.options import PlanOptions
 from cpattn.plan import Plan
-from cpattn.torch.group import DTYPES, refusing
+from cpattn.torch.group import DTYPES, compare, digest, refusing
 from cpattn.torch.group import Collectives
 from .inputs import documents
 from .mtp import Heads, MultiToken
@@ -25,6 +25,7 @@ from .timeline import line
 if TYPE_CHECKING:
     from cpattn.torch import Context, GlooTransport
     from .forward import Forward
+    from .groups import GroupSizes
     from .pooled import Kept
     from .probe import Found
 
@@ -52,6 +53,7 @@ class Calls:
     _hooks: list[Any]
     _options: dict[str, Any]
     _contexts: dict[torch.dtype, Context]
+    sizes: GroupSizes | None
     _recorded = 0  # the capacity of `record`, 0 before it
 
     def _talk(self) -> Collectives:
@@ -84,10 +86,10 @@ class Calls:
         if self.last is None:
             raise InvalidArgument("gather needs a forward pass, and there was none: call the model first")
         forward, rows = self.last, instance("rows", rows, Tensor).detach()
-        mine = len(forward.batch.tokens)
+        mine = len(forward.own)
         if rows.ndim < 2 or rows.shape[:2] != (1, mine):
             raise InvalidArgument(f"rows has the shape {tuple(rows.shape)}, (1, {mine}, ...) is needed")
-        return spread(forward.pack, forward.batch.tokens, rows[0], fill, collectives)
+        return spread(forward.whole, forward.own, rows[0], fill, collectives)
 
     def logprobs(
         self, inputs: Mapping[str, Any], *, model: Any = None, temperature: float = 1.0, entropy: bool = False
@@ -108,6 +110,35 @@ class Calls:
             return reader.scores_of((self.model if model is None else model)(**inputs))
         finally:
             self._asked = None
+
+    def passes(self, inputs: Mapping[str, Any]) -> list[dict[str, Tensor]]:
+        """The batches of the passes of a step, where groups change size (`group_sizes`): the documents of a batch (`inputs`) that has more tokens than
+        the ranks have room for at once, in passes of about as much work on all ranks. Call the model with each and add up the losses and gradients:
+        they are those of the whole batch, divided by `num_items_in_batch`, which each batch has. One batch, if there is room for all. All ranks call it with the same batch."""
+        with refusing(self.transport):
+            if self.sizes is None:
+                raise InvalidArgument(
+                    "passes needs groups that change size: make ContextParallel with group_sizes and group_tokens"
+                )
+            instance("inputs", inputs, Mapping, BATCH)
+            if inputs.get("input_ids") is None:
+                raise InvalidArgument("inputs has no input_ids, which are needed: passes are made of whole documents")
+            found = documents(self.model, self._found, inputs)
+            items = inputs.get("num_items_in_batch")
+            made = list(self.sizes.passes(found, found.count if items is None else items))
+        compare(
+            self.transport,
+            "inputs",
+            digest(found.bytes() + repr(items).encode()),
+            "all ranks of a group need the same batch",
+        )
+        return made
+
+    def _one_size(self, what: str) -> None:
+        if self.sizes is not None:
+            raise Unsupported(
+                f"{what} is not supported with group_sizes, which is {self.sizes.sizes}: leave group_sizes out for it"
+            )
 
     def count(self, batch: Mapping[str, Any]) -> float:
         """The number of tokens of a batch with a label, with loss_weights the sum of their weights; of rows, if the model's head reads one token of a row."""
@@ -167,6 +198,7 @@ class Calls:
     def record(self, capacity: int = 1 << 16) -> None:
         """Starts to record operations of attention, at most `capacity` of them for each dtype, for `timeline` and `trace`."""
         self._talk()
+        self._one_size("record")
         capacity = whole("capacity", capacity, 1, 1 << 24)
         for context in self._contexts.values():
             context.record(capacity)
@@ -180,6 +212,7 @@ class Calls:
     def _traces(self) -> list[list[Event]]:
         """By the dtype, each of which has a recorder on each rank."""
         self._talk()
+        self._one_size("trace, timeline")
         return [context.trace() for context in self._contexts.values()]
 
     def timeline(self) -> str:
@@ -204,6 +237,7 @@ class Calls:
         `TokensAhead`, which has ids, labels, rows and losses of tokens further on. It returns a loss of the whole batch, made of those of
         `ahead.loss`, which is added to `loss`; `mtp_loss` has it alone. Not in evaluation. None takes them out. On all ranks."""
         self._talk()
+        self._one_size("mtp")
         found = None if heads is None else MultiToken(self, heads)  # type: ignore[arg-type]
         if self._hooks:  # else inside of `off`, which hooks them in at its end
             self._restore()

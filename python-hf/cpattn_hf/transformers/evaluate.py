@@ -28,7 +28,7 @@ def gathered(cp: ContextParallel, rows: Any) -> Any:
     loss), features of images, results of all ranks."""
     if (forward := cp.last) is None or forward.reader is not None:
         return rows
-    size, mine = len(forward.tokens), len(forward.batch.tokens)
+    size, mine = len(forward.tokens), len(forward.own)
 
     def every(x: Tensor) -> Tensor:
         if x.ndim == 2 and len(x) == size and x.shape != (1, mine):  # [tokens, experts], as a router's logits are
@@ -66,7 +66,7 @@ class Preprocess:
     @property
     def _rows(self) -> int:
         assert self._cp.last is not None
-        return len(self._cp.last.batch.tokens)
+        return len(self._cp.last.own)
 
     def _own(self, logits: Any, labels: Any) -> tuple[Any, Any]:
         """Logits and labels of this rank's tokens; of one pretended token if it has none."""

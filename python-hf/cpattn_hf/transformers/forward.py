@@ -55,6 +55,11 @@ class Forward(Gathers):
     # Whether the model around the text model runs, on the whole batch.
     outer: bool = False
     group: Collectives | None = None
+    # Where groups have several sizes: the documents of all of them, this rank's tokens in these (none for a rank that only takes part), and its group.
+    whole: Pack = None  # type: ignore[assignment]
+    own: Tensor = None  # type: ignore[assignment]
+    local: Collectives | None = None
+    first_rank: int = 0
     part: int = 0  # which part of the heads this rank has (tensor parallelism)
     recurrent: str = "heads"  # the form of recurrent layers
     deals: dict[int, Deal] = field(default_factory=dict)
@@ -65,19 +70,21 @@ class Forward(Gathers):
 
     def __post_init__(self) -> None:
         self.tokens = self.batch.tokens if len(self.batch.tokens) else self.batch.tokens.new_zeros(1)
+        if self.whole is None:
+            self.whole, self.own, self.local = self.pack, self.batch.tokens, self.group
         if self.labels is not None:
             self.labels = self.labels[self.tokens] if len(self.batch.tokens) else torch.full_like(self.labels[:1], -100)
             self.weights = None if self.weights is None else self.weights[self.tokens]
-        self.longest = max(self.pack.longest, self.pack.reach)
+        self.longest = max(self.whole.longest, self.whole.reach)
 
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, window: Window | Parts, dropout: float = 0.0, **options: Any
     ) -> Tensor:
         if dropout:
-            # Each part of the heads has masks of its own.
+            # Each part of the heads has masks of its own, and so has each group.
             options |= {
                 "dropout_p": dropout,
-                "dropout_seed": (seed_of_call(self.draws).number + self.part * PARTS) % 2**64,
+                "dropout_seed": (seed_of_call(self.draws).number + (self.part + self.first_rank) * PARTS) % 2**64,
             }
         dtype = torch.get_autocast_dtype(v.device.type) if torch.is_autocast_enabled(v.device.type) else v.dtype
         q, k, v = (self.own_rows(x.to(dtype)) for x in (q, k, v))
@@ -98,6 +105,10 @@ class Forward(Gathers):
     def own_rows(self, x: Tensor) -> Tensor:
         """The rows of x that are tokens of this rank."""
         return x[: len(self.batch.tokens)]
+
+    def counted(self, x: Tensor) -> Tensor:
+        """The rows of x that are tokens of the batch of all ranks: none, where this rank's group has no documents."""
+        return x[: len(self.own)]
 
     def model_rows(self, x: Tensor) -> Tensor:
         """From rows for the tokens of this rank to rows for those that its model got."""
@@ -137,7 +148,7 @@ class Forward(Gathers):
         """Who gets which heads of which documents, if a layer's heads can be cut into so many parts."""
         rank, world = self.batch.context.number, self.batch.context.world
         if (parts := min(parts, world)) not in self.deals:
-            self.deals[parts] = Deal(self.cu_seqlens, self.every_token, rank, parts, self.group)
+            self.deals[parts] = Deal(self.cu_seqlens, self.every_token, rank, parts, self.local)
         return self.deals[parts]
 
     # For recurrent layers.
@@ -155,7 +166,7 @@ class Forward(Gathers):
     def passing(self) -> Passing:
         """The exchange of states that are not on the CPU, and of packs of which few documents are in several segments."""
         every = [[one for one in some if not one.whole] for some in self.every_segment]
-        return Passing(every, self.batch.context.number, self.group)
+        return Passing(every, self.batch.context.number, self.local)
 
     @cached_property
     def _scans(self) -> bool:

@@ -89,4 +89,5 @@ class Integrity:
             )
 
     def _runs(self) -> int:
-        return sum(context.runs for context in self._cp._contexts.values())
+        of_groups = 0 if self._cp.sizes is None else self._cp.sizes.runs()
+        return of_groups + sum(context.runs for context in self._cp._contexts.values())

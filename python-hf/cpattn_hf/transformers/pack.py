@@ -9,9 +9,9 @@ that are not shifted.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -71,6 +71,31 @@ class Pack:
     def longest(self) -> int:
         """The number of tokens of the longest document."""
         return max(b - a for a, b in pairwise(self.cu_seqlens))
+
+    def part(self, documents: Sequence[int]) -> tuple[Pack, Tensor]:
+        """Some of the documents as a pack, and the indices of their tokens in this one. Without any it is the first token of this one, without a
+        label, since a model does not run without a token."""
+        begins, ends = self.cu_seqlens, self.cu_seqlens[1:]
+        runs = [torch.arange(begins[d], ends[d]) for d in documents]
+        tokens = (torch.cat(runs) if runs else torch.zeros(1, dtype=torch.int64)).to(self.ids.device)
+        lengths = [len(run) for run in runs] or [1]
+
+        def some(x: Tensor | None) -> Tensor | None:
+            return None if x is None else x[tokens]
+
+        labels = some(self.labels) if runs else None if self.labels is None else torch.full_like(self.labels[:1], -100)
+        one = replace(
+            self,
+            cu_seqlens=(0, *accumulate(lengths)),
+            ids=self.ids[tokens],
+            positions=self.positions[tokens],
+            labels=labels,
+            kept=self.kept[tokens],
+            types=some(self.types),
+            weights=some(self.weights),
+            router_weights=some(self.router_weights),
+        )
+        return one, tokens
 
     def bytes(self) -> bytes:
         """Bytes that are equal for equal packs."""

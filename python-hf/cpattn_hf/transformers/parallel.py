@@ -8,16 +8,18 @@ evaluation, and under gradient checkpointing. Every rank calls the model with th
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from cpattn.arguments import attempt, flag, refused, whole
 from cpattn.arguments import keywords, misspelt, named
 from cpattn.errors import Error, InvalidArgument, Unsupported
+from cpattn.groups import RankGroup
 from cpattn.packing import over_all
 from cpattn.options import CHOSEN, RUNS, Layout, PlanOptions
 from cpattn.plan import Plan
@@ -32,6 +34,7 @@ from .calls import Calls
 from .draws import Draws, refuse_layerdrop
 from .dropout import ByPlace
 from .forward import Forward
+from .groups import GroupSizes, refuse_beside, sizes_of, tokens_of
 from .images import Images
 from .inputs import LOSSES, checked, loss_of
 from .integrity import Integrity, configs_of
@@ -40,7 +43,7 @@ from .mesh import group_of
 from .mixers import Mixer, Mixers, striped
 from .mtp import MultiToken
 from .owners import refuse_owners, refuse_pickle
-from .pack import TAKEN
+from .pack import TAKEN, Pack
 from .pooled import Kept, pools, reader_of
 from .probe import probe
 from .results import results
@@ -62,7 +65,9 @@ class ContextParallel(Calls):
     those of this rank's tokens; `gather` returns the logits of all tokens.
 
     `gradients` is how gradients of parameters are combined over the ranks: "mean" (DDP, FSDP, DeepSpeed) or "sum". `replicas` is the
-    number of parts of the group, each with its own batches (data parallel); ranks of a replica are consecutive. `mesh`, instead of
+    number of parts of the group, each with its own batches (data parallel); ranks of a replica are consecutive. With `group_sizes`, as (1, 2, 4, 8),
+    the ranks are divided anew for each batch: its documents are dealt over groups of these sizes by their cost. Then a rank has room for
+    `group_tokens` tokens in a pass (0: for all), and `group_machine` is the text of the description of a machine that costs are predicted for. `mesh`, instead of
     both, is a DeviceMesh with the dimension "cp", whose other dimensions are replicas, but for "tp": the parts of the heads of a model that
     tensor parallelism has split. `ulysses`, `ring`, `layout`,
     `layout_parameter`, `workers`, `timeout`, `communicator`, `kernels` are those of `cpattn.torch.Context`. `kernels="model"` are
@@ -96,6 +101,9 @@ class ContextParallel(Calls):
         recurrent: str = "auto",
         dropout: str = "rank",
         compare_weights: bool = True,
+        group_sizes: Sequence[int] | None = None,
+        group_tokens: int = 0,
+        group_machine: str | None = None,
         **options: Any,
     ) -> None:
         self.model: Any = None
@@ -108,6 +116,7 @@ class ContextParallel(Calls):
         self._ahead: MultiToken | None = None
         self._others: list[ContextParallel] = []
         self._contexts: dict[torch.dtype, Context] = {}
+        self.sizes: GroupSizes | None = None
         self._collectives: Collectives | None = None
         self._everyone: Collectives | None = None
         group, replicas = group_of(mesh, group, replicas)
@@ -120,6 +129,9 @@ class ContextParallel(Calls):
             "recurrent": recurrent,
             "dropout": dropout,
             "compare_weights": compare_weights,
+            "group_sizes": group_sizes,
+            "group_tokens": group_tokens,
+            "group_machine": group_machine,
         }
         self._alike = {"group": group, "mixers": mixers, **settings, **self._options}
         transport = GlooTransport(group, timeout=timeout)
@@ -135,6 +147,7 @@ class ContextParallel(Calls):
                         raise refused("dropout", dropout, "'rank' (each rank draws its own) or 'position' is needed")
                     self._dropouts = ByPlace(model) if dropout == "position" else None
                     self._look(model, len(members), replicas, gradients, tile, mixers or {}, vision, recurrent)
+                    self._look_at_groups(model, group_sizes, group_tokens, group_machine, members, timeout)
                     self._compare = flag("compare_weights", compare_weights)
                 settings |= {"options": sorted(options.items()), "model": type(model).__name__}
                 compare_settings(transport, settings)
@@ -149,7 +162,15 @@ class ContextParallel(Calls):
             self._members = members[self.replica * self.ranks :][: self.ranks]
             self._collectives = Collectives(self._members, timeout)  # for `gather` and `loader`
             self.device = next(model.parameters()).device
-            self._context(model.dtype)
+            if self.sizes is None:
+                self._context(model.dtype)
+            else:
+                self.sizes.describe(model, self.config, self._found)
+                self.sizes.open()
+                for size in self.sizes.sizes:
+                    self.sizes.at(size, model.dtype, self._made)
+                with refusing(self.transport):  # a machine that has no such kernels, for example
+                    self.sizes.deal((1,))
         except BaseException as error:
             self._restore()
             self._leave()
@@ -206,6 +227,29 @@ class ContextParallel(Calls):
         )
         self._usual = model.config._attn_implementation
 
+    def _look_at_groups(
+        self, model: Any, sizes: Any, tokens: Any, machine: Any, members: Sequence[int], timeout: float
+    ) -> None:
+        """The checks of groups that change size."""
+        ranks = sizes_of(sizes, len(members))
+        if not ranks:
+            for name, given in (("group_tokens", tokens), ("group_machine", machine)):
+                if given not in (0, None):
+                    raise InvalidArgument(
+                        f"{name} is {given!r} without group_sizes, which it is for: give both, or leave it out"
+                    )
+            return
+        if machine is not None and not isinstance(machine, str):
+            raise refused("group_machine", machine, "the text of a machine's description is needed")
+        parts = {
+            "images": self._images,
+            "a head that reads one token of each row": pools(model),
+            "parts of its heads on other ranks (tensor parallelism)": self._peers.ranks,
+            "dropout='position', whose masks would be those of places in the batch of one process": self._dropouts,
+        }
+        refuse_beside(ranks, self.replicas, self._options, parts)
+        self.sizes = GroupSizes(ranks, tokens_of(tokens), machine, members, members.index(dist.get_rank()), timeout)
+
     def _try(self, model: Any) -> None:
         """The trial, for which parts of parameters may come from other ranks."""
         register()
@@ -250,18 +294,24 @@ class ContextParallel(Calls):
 
     @property
     def transport(self) -> GlooTransport:
-        """That of the context for the model's dtype, over which the ranks agree."""
+        """The one over which the ranks agree: that of the context for the model's dtype, or that of all groups."""
+        if self.sizes is not None:
+            assert self.sizes.transport is not None
+            return self.sizes.transport
         return self._context(self.model.dtype).transport
+
+    def _made(self, group: Members, dtype: torch.dtype) -> Context:
+        options = {**self._heads(), **self._options}
+        if not any(options.get(name) for name in CHOSEN):
+            options["layers"] = self._found.told
+        if options.get("kernels") == "model":
+            options["kernels"] = of_model(self._usual, self.device)
+        return Context(group, dtype=dtype, device=self.device, **options)
 
     def _context(self, dtype: torch.dtype) -> Context:
         if dtype not in self._contexts:
-            options = {**self._heads(), **self._options}
-            if not any(options.get(name) for name in CHOSEN):
-                options["layers"] = self._found.told
-            group = self._group if options.get("communicator") == "torch" else self._members
-            if options.get("kernels") == "model":
-                options["kernels"] = of_model(self._usual, self.device)
-            self._contexts[dtype] = Context(group, dtype=dtype, device=self.device, **options)
+            group = self._group if self._options.get("communicator") == "torch" else self._members
+            self._contexts[dtype] = self._made(group, dtype)
             if self._collectives is not None:
                 self._contexts[dtype].use_collectives(self._collectives)
             if self._recorded:
@@ -272,16 +322,16 @@ class ContextParallel(Calls):
 
     def shard(self, inputs: Mapping[str, Any]) -> Forward:
         """This rank's part of a batch. The ranks compare their batches first. All ranks call it."""
-        context = self._context(self.model.dtype)
+        transport = self.transport
         need = (
             "all ranks of a group need the same batch. Where each draws its own (random crops or words), cp.trainer(kind, send_batches=True), "
             "or cp.loader(batches) without a trainer, gives all of them that of rank 0"
         )
         with self._peers.refusing():
             if self._compare:  # with what was added to the model before its first pass, as adapters are
-                same_weights(context.transport, self.model)
+                same_weights(transport, self.model)
                 self._compare = False
-            with refusing(context.transport):
+            with refusing(transport):
                 refuse_parallel()
                 self._integrity.check()
                 if torch.is_grad_enabled():
@@ -325,11 +375,14 @@ class ContextParallel(Calls):
                     raise Unsupported(
                         "slices are given to a head that reads one token of each row: give each answer its own row"
                     )
+                group = None if self.sizes is None else self.sizes.group_of(found)
                 more = reader.bytes() if reader else b""
                 more += content(self._images.compared(inputs, images)).encode()
             if self._images:
-                compare_names(context.transport, self._images.names, images, need)
-            compare(context.transport, "inputs", digest(found.bytes() + repr(items).encode() + more), need)
+                compare_names(transport, self._images.names, images, need)
+            compare(transport, "inputs", digest(found.bytes() + repr(items).encode() + more), need)
+        if self.sizes is not None and group is not None:
+            return self._of_group(self.sizes, group, found, items, reader)
         views = Views(
             found, lambda dtype: self._context(dtype).batch(found.cu_seqlens, slices=found.slices), self._found.blocks
         )
@@ -337,7 +390,7 @@ class ContextParallel(Calls):
         if self._mixers.recurrent == "states" and batch.plan.describe().layout == Layout.STRIPED:
             raise striped()
         self._peers.compare_pass(
-            self.model, found.bytes() + repr((items, batch.plan.distribution)).encode() + more, context.transport
+            self.model, found.bytes() + repr((items, batch.plan.distribution)).encode() + more, transport
         )
         forward = Forward(
             found,
@@ -349,6 +402,34 @@ class ContextParallel(Calls):
             reader,
             group=self._talk(),
             part=self._peers.number,
+            recurrent=self._mixers.recurrent,
+        )
+        forward.size = reader.tile if reader else self.tile if found.labels is not None else 0
+        return forward
+
+    def _of_group(self, sizes: GroupSizes, group: RankGroup, found: Pack, items: Any, reader: Reader | None) -> Forward:
+        """This rank's part of the documents of its group."""
+        pack, places = found.part(group.documents)
+        views = Views(
+            pack, lambda dtype: sizes.at(group.ranks, dtype, self._made).batch(pack.cu_seqlens), self._found.blocks
+        )
+        batch = views.batch(self.model.dtype)
+        with refusing(self.transport):
+            if self._mixers.recurrent == "states" and batch.plan.describe().layout == Layout.STRIPED:
+                raise striped()
+        forward = Forward(
+            pack,
+            views,
+            batch,
+            items,
+            pack.labels,
+            pack.weights,
+            reader,
+            group=self._talk(),
+            whole=found,
+            own=places[batch.tokens] if group.documents else places[:0],
+            local=sizes.collectives(group.ranks),
+            first_rank=group.first_rank,
             recurrent=self._mixers.recurrent,
         )
         forward.size = reader.tile if reader else self.tile if found.labels is not None else 0
@@ -505,6 +586,8 @@ class ContextParallel(Calls):
     def _leave(self) -> None:
         for context in self._contexts.values():
             context.close()
+        if self.sizes is not None:
+            self.sizes.close()
         for group in (self._collectives, self._everyone):
             if group is not None:
                 group.close()

@@ -37,7 +37,7 @@ def results(cp: ContextParallel, model: Any, forward: Forward, out: Any, kwargs:
 
 def _losses(cp: ContextParallel, model: Any, forward: Forward, out: Any, kwargs: dict[str, Any]) -> None:
     logits = out.logits
-    if not len(forward.batch.tokens):
+    if not len(forward.own):
         out["logits"] = logits[:, :0]
     if forward.labels is None:
         return
@@ -45,7 +45,7 @@ def _losses(cp: ContextParallel, model: Any, forward: Forward, out: Any, kwargs:
         part = summed(logits[0], forward.labels, forward.weights)
     else:
         out["logits"], part = None, in_tiles(cp, model, forward, kwargs)
-    items = forward.items if forward.items is not None else forward.pack.count
-    out["loss"] = Total.apply(part, forward.batch.context.transport, cp.factor) / items  # type: ignore[no-untyped-call]
+    items = forward.items if forward.items is not None else forward.whole.count
+    out["loss"] = Total.apply(part, cp.transport, cp.factor) / items  # type: ignore[no-untyped-call]
     if forward.ahead is not None:
         out["loss"], out["mtp_loss"] = out["loss"] + forward.ahead, forward.ahead.detach()

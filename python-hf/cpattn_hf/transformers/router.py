@@ -103,7 +103,7 @@ def router_loss(cp: ContextParallel, forward: Forward, loss: Tensor, factor: flo
             f"output_router_logits is set, and the router's loss of {type(cp.model).__name__} is not that of Transformers' load_balancing_loss_func, "
             "which is supported: set model.config.output_router_logits = False, and router_aux_loss_coef=0.0 in the arguments of a TRL trainer"
         )
-    weights = None if (every := forward.pack.router_weights) is None else every[forward.batch.tokens]
-    parts = _sums([forward.own_rows(logits) for logits in layers], chosen, weights)
+    weights = None if (every := forward.whole.router_weights) is None else every[forward.own]
+    parts = _sums([forward.counted(logits) for logits in layers], chosen, weights)
     whole = _loss(Sum.apply(parts, forward.group, factor))  # type: ignore[no-untyped-call]
     return whole.to(loss.dtype), (whole * weight).to(loss.dtype)

@@ -44,8 +44,8 @@ class Spread(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, forward: Forward, factor: float) -> Tensor:
         assert forward.group is not None
-        ctx.places, ctx.factor = forward.pack.kept[forward.batch.tokens], factor
-        return spread(forward.pack, forward.batch.tokens, rows, 0, forward.group)
+        ctx.places, ctx.factor = forward.whole.kept[forward.own], factor
+        return spread(forward.whole, forward.own, rows, 0, forward.group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
@@ -74,7 +74,7 @@ class Reader:
 
     def all(self, forward: Forward, rows: Tensor) -> Tensor:
         """From rows for the tokens that this rank's model got, `[tokens, ...]`, to those of all tokens."""
-        whole: Tensor = Spread.apply(forward.own_rows(rows), forward, self.factor)  # type: ignore[no-untyped-call]
+        whole: Tensor = Spread.apply(forward.counted(rows), forward, self.factor)  # type: ignore[no-untyped-call]
         return whole
 
 
@@ -98,7 +98,7 @@ class Fused(Reader):
                 whole = self.all(forward, rows[0])
                 # The label of the last token of a row is in no row.
                 out[field.name] = whole if self.shifted else whole[:, :-1]
-        count = forward.items if forward.items is not None else max(forward.pack.count, 1)
+        count = forward.items if forward.items is not None else max(forward.whole.count, 1)
         out["loss"] = -out.log_probs.sum() / count
         return out
 

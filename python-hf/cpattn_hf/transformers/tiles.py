@@ -79,8 +79,10 @@ def number_of(cp: ContextParallel, forward: Forward, size: int, head: Any) -> in
     of a user calls is not known."""
     module = isinstance(head, nn.Module)
     sharded = module and any(isinstance(one, FSDPModule) for one in head.modules())
-    number: int = -(-max(forward.batch.plan.share(rank).q_tokens for rank in range(cp.ranks)) // size)
-    if cp.replicas > 1 and (not module or sharded or in_parts(head)):
+    number: int = -(
+        -max(forward.batch.plan.share(rank).q_tokens for rank in range(forward.batch.context.world)) // size
+    )
+    if (cp.replicas > 1 or cp.sizes) and (not module or sharded or in_parts(head)):
         number = cp._most(number)
     if sharded and TorchVersion(torch.__version__) < "2.11":
         raise Unsupported(

@@ -223,6 +223,23 @@ def trainer(cp: ContextParallel, kind: type[Any], send_batches: bool = False, sh
             """Trainer adds it up over the processes."""
             return super().floating_point_ops(inputs) / cp.ranks
 
+        def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+            """Where groups change size and have no room for all documents of a batch at once: one pass after another, of which the last one
+            synchronizes gradients."""
+            usual = super().training_step
+            if cp.sizes is None or not cp.sizes.tokens or own:
+                return usual(model, inputs, num_items_in_batch)
+            if len(passes := cp.passes(inputs)) < 2:
+                return usual(model, inputs, num_items_in_batch)
+            state, total = self.accelerator.gradient_state, 0.0
+            synchronizes = state.sync_gradients
+            for at, one in enumerate(passes):
+                last = at == len(passes) - 1
+                state._set_sync_gradients(synchronizes and last)
+                with nullcontext() if last or not synchronizes else self.accelerator.no_sync(model=model):
+                    total = total + usual(model, one, num_items_in_batch)
+            return total
+
         def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
             if not self.model_accepts_loss_kwargs or not all(
                 "labels" in batch or "shift_labels" in batch for batch in batch_samples
