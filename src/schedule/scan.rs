@@ -145,8 +145,8 @@ impl Scan {
     }
 }
 
-/// The link that a choice of form assumes: that of a node of `machines/h100_8x400g.machine`, rounded. Any is exact; this decides
-/// only how many small exchanges a large one is worth.
+/// The link that a choice of form assumes: that of a node of `machines/h100_8x400g.machine`, rounded. Any is exact;
+/// this decides only how many small exchanges a large one is worth.
 const LATENCY_NS: u128 = 10_000;
 const BYTES_PER_NS: u128 = 100;
 /// Multiply-adds of f32 that a rank makes in a nanosecond.
