@@ -475,7 +475,7 @@ fn a_score_that_overflows() {
     let large = |row: &mut [f32]| row.iter_mut().for_each(|x| *x = 1e20);
     large(&mut data.q[4 * 4 * 8..][..8]);
     large(&mut data.k[3 * 2 * 8..][..8]);
-    let error = run(&plan, &data, |_| PlainKernel::new()).err().expect("an error");
+    let error = run(&plan, &data, |_| PlainKernel::new()).expect_err("an error");
     let text = error.to_string();
     assert!(
         // The call has the keys of the first chunk, 0 to 3, and then those of the second, 0 to 6.
