@@ -69,9 +69,9 @@ pub enum Keys<'a> {
     /// All options of a problem are honoured but slices; a row's window and causal limit are those of the plan's mask,
     /// within which its keys must be. In a ring the rows of k and v that the lists of a rank's tokens name go to it, or
     /// all that the mask allows, whichever are fewer bytes: [`KeyRows`](crate::plan::KeyRows) chooses,
-    /// [`Rank::key_row_bytes`](crate::Rank::key_row_bytes) counts. Results are the same bits either way, except over
-    /// several nodes. Time and memory of the kernels are those of the listed pairs, and of the rows of k for each part
-    /// of a sequence.
+    /// [`RankWorkspace::key_row_bytes`](super::RankWorkspace::key_row_bytes) counts. Results are the same bits either
+    /// way, except over several nodes. Time and memory of the kernels are those of the listed pairs, and of the rows of
+    /// k for each part of a sequence.
     ///
     /// ```
     /// use cpattn::{Batch, Dtype, Forward, Layout, Mesh, Plan, Problem, Rank, View, ViewMut, transport::local};

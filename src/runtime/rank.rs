@@ -10,8 +10,7 @@ use std::{boxed::Box, sync::Arc, vec::Vec};
 #[cfg(feature = "cuda")]
 use super::device::DeviceRank;
 use super::{
-    backend::Backend, bind::Bindings, handle::AbortHandle, host_rank::HostRank, listed_rows::KeyRowBytes,
-    rank_workspace::RankWorkspace,
+    backend::Backend, bind::Bindings, handle::AbortHandle, host_rank::HostRank, rank_workspace::RankWorkspace,
 };
 use crate::{
     device::Device,
@@ -208,14 +207,6 @@ impl Rank {
     /// The driver's; [`Error::Disagreement`](crate::Error::Disagreement) if a peer was found to run another plan.
     pub fn synchronize(&self) -> Result<()> {
         self.backend.synchronize()
-    }
-
-    /// Bytes that the rows of k and v, and their gradients, took in the last run over listed keys
-    /// ([`Keys::Listed`](super::Keys::Listed)): of all ranks together, the numbers of listed rows included. `None`
-    /// before such a run, after one without a ring, and after one with
-    /// [`KeyRows::Allowed`](crate::plan::KeyRows::Allowed), where ranks count nothing.
-    pub fn key_row_bytes(&self) -> Option<KeyRowBytes> {
-        self.backend.key_row_bytes()
     }
 
     /// The memory that its runs work in: its own, or lent by the caller.

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The memory of a rank as a caller sees it: how much a run needs, and memory that is lent for it.
 
-use super::backend::Backend;
+use super::{backend::Backend, listed_rows::KeyRowBytes};
 use crate::{error::Result, plan::Plan, schedule::Purpose};
 
 /// The memory that a rank's runs work in: [`Rank::workspace`](crate::Rank::workspace).
@@ -60,5 +60,13 @@ impl<'a> RankWorkspace<'a> {
     /// the CPU.
     pub fn metadata_bytes(&self) -> u64 {
         self.backend.metadata_bytes()
+    }
+
+    /// Bytes that the rows of k and v, and their gradients, took in the last run over listed keys
+    /// ([`Keys::Listed`](super::Keys::Listed)): of all ranks together, the numbers of listed rows included. `None`
+    /// before such a run, after one without a ring, and after one with
+    /// [`KeyRows::Allowed`](crate::plan::KeyRows::Allowed), where ranks count nothing.
+    pub fn key_row_bytes(&self) -> Option<KeyRowBytes> {
+        self.backend.key_row_bytes()
     }
 }

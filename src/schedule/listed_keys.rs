@@ -30,7 +30,7 @@ impl Schedule {
     /// // The tokens of rank 1, which are 4 to 7, list two keys of rank 0.
     /// let keys = [vec![0, 1], vec![0, 3, 5]];
     /// let schedule = Schedule::listed(&plan, 1, Direction::Forward, &keys)?;
-    /// let (forward, _backward) = plan.verify_listed(&keys)?;
+    /// let (forward, _backward) = Schedule::verify_listed(&plan, &keys)?;
     /// let received: u64 = forward.ranks[1].traffic.iter().map(|t| t.bytes_in).sum();
     /// assert_eq!(received, 2 * 2 * (16 + 16) * 4, "two rows of k and v");
     /// assert!(schedule.operations().len() > 0);
@@ -76,20 +76,20 @@ impl Schedule {
     }
 }
 
-impl Plan {
+impl Schedule {
     /// Verifies the schedules of one replica's ranks over listed keys ([`Schedule::listed`]), forward and backward:
     /// every pair that the mask allows of a q token with a key of its own ring rank's share or with a key that its ring
     /// rank lists is attended once, and no other row arrives.
     ///
     /// # Errors
     /// [`Error::Schedule`] with the first flaw found; as [`Schedule::listed`].
-    pub fn verify_listed(&self, keys: &[Vec<u32>]) -> Result<(Report, Report)> {
-        let named = sets(self, keys)?;
+    pub fn verify_listed(plan: &Plan, keys: &[Vec<u32>]) -> Result<(Report, Report)> {
+        let named = sets(plan, keys)?;
         let schedules = |direction| {
-            let of = |rank| Schedule::listed_of(self, rank, direction, &named);
-            (0..self.mesh().group()).map(of).collect::<Result<Vec<_>>>()
+            let of = |rank| Schedule::listed_of(plan, rank, direction, &named);
+            (0..plan.mesh().group()).map(of).collect::<Result<Vec<_>>>()
         };
-        let verify = |direction| self.verify_listed_schedules(&schedules(direction)?, keys);
+        let verify = |direction| plan.verify_listed_schedules(&schedules(direction)?, keys);
         Ok((verify(Direction::Forward)?, verify(Direction::Backward)?))
     }
 }

@@ -195,7 +195,7 @@ fn bytes_are_those_of_the_union() {
             own.both(&plan, &mut rank, &lists)?;
             let events = rank.trace().events();
             let of = |name| events.iter().filter(|e| e.name == name && e.phase == "ring").map(|e| e.bytes).sum::<u64>();
-            Ok((of("fetch"), of("return"), rank.key_row_bytes()))
+            Ok((of("fetch"), of("return"), rank.workspace().key_row_bytes()))
         })
         .unwrap();
         // Ranks 1 and 2 need eight rows of rank 0; by the mask 32 of each rank before. Forward and backward fetch.
@@ -226,7 +226,7 @@ fn the_fewer_bytes_are_chosen() {
         let mut rank = Rank::new(end);
         let own = Own::of(&plan, rank.rank(), &data, &lists);
         own.both(&plan, &mut rank, &lists)?;
-        let backward = rank.key_row_bytes();
+        let backward = rank.workspace().key_row_bytes();
         Ok(backward.map(|b| (b.listed, b.allowed, b.moved)))
     })
     .unwrap();
@@ -290,7 +290,7 @@ fn lent_workspaces() {
             // SAFETY: the memory lives longer than the rank, and nothing else uses it.
             unsafe { rank.workspace().lend(start.add(start.align_offset(256)), bytes) }?;
             own.both(&plan, &mut rank, lists)?;
-            Ok(rank.key_row_bytes().map(|b| b.moved))
+            Ok(rank.workspace().key_row_bytes().map(|b| b.moved))
         });
         match fits {
             true => {

@@ -91,7 +91,7 @@ fn listed_rows_arrive_and_no_other() {
         let plan = drawn_plan(&mut r);
         let keys = drawn_keys(&mut r, &plan);
         let (forward, backward) =
-            plan.verify_listed(&keys).unwrap_or_else(|e| panic!("{:?} {:?}: {e}", plan, plan.options()));
+            Schedule::verify_listed(&plan, &keys).unwrap_or_else(|e| panic!("{:?} {:?}: {e}", plan, plan.options()));
         let (p, own) = (plan.problem(), shares(&plan));
         for (rank, report) in forward.ranks.iter().enumerate() {
             let ring = plan.mesh().coordinates(rank).ring;
