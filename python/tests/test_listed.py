@@ -104,7 +104,7 @@ def job(rank: int, world: int) -> list[str]:
 
 
 def blocks(rank: int, world: int) -> list[str]:
-    """Blocks have the bits of lists of their keys, forward and backward, and move as few rows."""
+    """Blocks have the bits of lists of their keys, forward and backward, and fetch as many bytes of k and v."""
     wrong, size = [], 4
     for options in ({"ring": world, "ulysses": 1}, {"ring": world, "ulysses": 1, "window_left": 9}, {}):
         context = cpattn.torch.Context(
@@ -123,12 +123,16 @@ def blocks(rank: int, world: int) -> list[str]:
                 left = options.get("window_left", 10**6)
                 found = found[(found <= place) & (found >= place - left)]
                 keys[token, head, : len(found)] = found.sort(descending=True).values
-        results = []
+        results, fetched = [], []
         for given in ({"key_blocks": listed[batch.tokens], "block_size": size}, {"key_indices": keys[batch.tokens]}):
             x = [batch.shard(x.nan_to_num(0.0)).float().requires_grad_() for x in inputs()[:3]]
+            context.record()
             o = batch.attention(*x, **given)
             o.backward(batch.shard(inputs()[3]).float())
             results.append([o, *(one.grad for one in x)])
+            fetched.append(sum(event.bytes for event in context.rank.trace() if event.name == "fetch"))
+        if fetched[0] != fetched[1] or fetched[0] == 0:
+            wrong.append(f"{options}: blocks fetch {fetched[0]} bytes, lists of their keys {fetched[1]}")
         for name, got, want in zip(("o", "dq", "dk", "dv"), *results, strict=True):
             if not torch.allclose(got, want, atol=1e-6):
                 wrong.append(f"{options}: {name} {(got - want).abs().max():.1e}")
