@@ -333,7 +333,9 @@ typedef struct cpattn_problem {
 /* Which rows of k and v move in runs over listed keys (CPATTN_KEYS_LISTED). */
 #define CPATTN_KEY_ROWS_AUTO 0    /* those of the two that are fewer bytes over all ranks, counted in each run; ALLOWED on a rank \
                                      with a lent workspace, or whose k and v are not compact */
-#define CPATTN_KEY_ROWS_LISTED 1  /* those that lists name, each once to each ring rank whose tokens list it */
+#define CPATTN_KEY_ROWS_LISTED 1  /* those that lists name, each once to each ring rank whose tokens list it. They may need more \
+                                     workspace than the plan names; if a lent one is too small, all ranks refuse the run before \
+                                     rows move (CPATTN_INVALID), and the message names the bytes */
 #define CPATTN_KEY_ROWS_ALLOWED 2 /* those that the mask allows, as without lists */
 
 typedef struct cpattn_options {

@@ -62,8 +62,9 @@ class KeyRows(enum.IntEnum):
     """Which rows of k and v move in runs with `key_indices`.
 
     AUTO: those of the two that are fewer bytes over all ranks, counted in each run; ALLOWED on a rank with a lent workspace, or whose k
-    and v are not contiguous. LISTED: those that lists name, each once to each ring rank whose tokens list it. ALLOWED: those that the
-    mask allows, as without lists.
+    and v are not contiguous. LISTED: those that lists name, each once to each ring rank whose tokens list it. They may need more
+    workspace than the plan names: if a lent one is too small, all ranks refuse the run, and the error names the bytes. ALLOWED: those
+    that the mask allows, as without lists.
     """
 
     AUTO, LISTED, ALLOWED = range(3)

@@ -55,7 +55,8 @@ pub enum KeyRows {
     #[default]
     Auto,
     /// The rows that lists name, each once to each ring rank whose tokens list it. They go straight from their owner to
-    /// the reader, also between nodes.
+    /// the reader, also between nodes. They may need more workspace than the plan names, which lists decide; if a lent
+    /// workspace is too small, all ranks refuse the run before rows move, and the error names the bytes.
     Listed,
     /// The rows that the mask allows, as without lists.
     Allowed,

@@ -292,7 +292,7 @@ impl Backend for HostRank {
         let natural = unsafe { self.natural_lse.read(run, tensors) };
         let run_name = prepared.communication.run();
         let transport = &*self.transport;
-        let outcome: Result<()> = abort_on_unwind(transport, &self.failure, || {
+        let outcome: Result<Result<()>> = abort_on_unwind(transport, &self.failure, || {
             let (mut prepared, mut workspace) = (&mut *prepared, workspace);
             let keys = match tensors.keys {
                 RawKeys::Listed(given) => {
@@ -303,7 +303,6 @@ impl Backend for HostRank {
                     // SAFETY: the lists are valid (promised to `Bindings::with_keys`).
                     let (lists, scratch) = unsafe { self.lists.of_calls(plan, transport.rank(), given) };
                     if let Purpose::Attention(direction) = run {
-                        let lent = self.workspace.is_lent();
                         let allowed = &prepared.schedule;
                         let of_run = ListedRun {
                             base,
@@ -312,23 +311,24 @@ impl Backend for HostRank {
                             name: run_name,
                             allowed,
                             tensors,
-                            lent,
+                            workspace: &self.workspace,
                             begun,
                             shape: prepared.key_indices,
                             seed: prepared.dropout_seed,
                         };
-                        let chosen = watched(transport, &self.failure, || {
-                            let Some(listed) = self.listed.choose(&of_run, &lists, transport)? else { return Ok(None) };
-                            let needed = listed.schedule.workspace;
-                            let place = grown(&mut self.workspace, needed)?;
-                            let used = listed.expected.used(tensors).map(|(_, name, raw)| (name, *raw));
-                            self.workspace.check_disjoint(needed, used)?;
-                            Ok(Some((listed, place)))
-                        })?;
-                        if let Some((listed, place)) = chosen {
+                        let chosen =
+                            watched(transport, &self.failure, || self.listed.choose(&of_run, &lists, transport))?;
+                        let listed = match chosen {
+                            Ok(listed) => listed,
+                            // On all ranks of the group, before rows move: the group goes on.
+                            Err(refusal) => return Ok(Err(refusal)),
+                        };
+                        if let Some(listed) = listed {
+                            let memory = || grown(&mut self.workspace, listed.schedule.workspace);
+                            workspace = watched(transport, &self.failure, memory)?;
                             (listed.dropout_seed, listed.key_indices) = (prepared.dropout_seed, prepared.key_indices);
                             listed.begin(begun);
-                            (prepared, workspace) = (listed, place);
+                            prepared = listed;
                         }
                     }
                     CallKeys::Listed(lists, scratch)
@@ -351,12 +351,12 @@ impl Backend for HostRank {
                 )?;
                 natural_lse::write(run, tensors);
             }
-            Ok(())
+            Ok(Ok(()))
         });
         let prepared = &self.prepared[at];
         outcome
             .map_err(|error| error.of_run(prepared.run.name(&prepared.plan)).described(|| prepared.describe()))
-            .inspect_err(|e| self.failure.keep(e))
+            .inspect_err(|e| self.failure.keep(e))?
     }
 }
 

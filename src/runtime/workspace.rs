@@ -58,6 +58,11 @@ impl<M: OwnMemory> Workspace<M> {
         self.lent.is_some()
     }
 
+    /// The bytes that are lent, if the workspace is.
+    pub(super) fn lent_bytes(&self) -> Option<u64> {
+        self.lent.map(|(_, bytes)| bytes as u64)
+    }
+
     /// Ends the lending.
     pub(super) fn take_back(&mut self) {
         self.lent = None;
