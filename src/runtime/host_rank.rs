@@ -316,8 +316,11 @@ impl Backend for HostRank {
                             shape: prepared.key_indices,
                             seed: prepared.dropout_seed,
                         };
-                        let chosen =
-                            watched(transport, &self.failure, || self.listed.choose(&of_run, &lists, transport))?;
+                        let chosen = watched(transport, &self.failure, || {
+                            // What is kept of a failure is what the run returns.
+                            let chosen = self.listed.choose(&of_run, &lists, transport);
+                            chosen.map_err(|error| error.described(|| prepared.describe()))
+                        })?;
                         let listed = match chosen {
                             Ok(listed) => listed,
                             // On all ranks of the group, before rows move: the group goes on.
