@@ -116,7 +116,8 @@ def _on_host(event: Any, before: Base, after: Base) -> int:
 
 
 def _base(mark: Callable[[], Any]) -> Base:
-    """An event whose time is in the middle of what the host has waited for it."""
+    """An event whose time is in the middle of what the host has waited for it. First it waits for what is in the stream."""
+    mark().synchronize()
     since = clock()
     event = mark()
     event.synchronize()
