@@ -215,7 +215,15 @@ fn statuses_and_version_agree() {
     let [major, minor, patch] = ["MAJOR", "MINOR", "PATCH"].map(|p| define(&format!("CPATTN_VERSION_{p}")));
     assert_eq!(format!("{major}.{minor}.{patch}"), env!("CARGO_PKG_VERSION"));
     assert_eq!(i64::from(cpattn_version()), 10_000 * major + 100 * minor + patch);
-    assert_eq!(cpattn_features() & CPATTN_FEATURE_CUDA != 0, cfg!(feature = "cuda"));
+    for (feature, built) in [
+        (CPATTN_FEATURE_KERNELS, cfg!(feature = "kernels")),
+        (CPATTN_FEATURE_RAYON, cfg!(feature = "rayon")),
+        (CPATTN_FEATURE_CUDA, cfg!(feature = "cuda")),
+        (CPATTN_FEATURE_NCCL, cfg!(feature = "nccl")),
+        (CPATTN_FEATURE_MPI, cfg!(feature = "mpi")),
+    ] {
+        assert_eq!(cpattn_features() & feature != 0, built, "feature {feature}");
+    }
     assert_eq!(define("CPATTN_WORKSPACE_ALIGNMENT") as u64, cpattn::schedule::Schedule::ALIGNMENT);
 }
 

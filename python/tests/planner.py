@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""What the small wheel does, the planner alone, and what it refuses. Run by `.ci/package` and `python/wheels --planner --check` in an
-environment where it is installed, with NumPy, and with PyTorch if there is one:
+"""What the planner alone does, and what it refuses. `.ci/python` runs it with a library that it builds, with PyTorch and beside a full
+library; `python/wheels --planner --check` runs it with the small wheel, in an environment where only that and NumPy are installed.
 
-python python/tests/planner.py
+python python/tests/planner.py [FULL_LIBRARY]
 
-Not a module of unittest: in an environment with the full wheel there is nothing to see.
+With the path of a full library, a group of two processes has one of each. Not a module of unittest: with the full wheel there is nothing to
+see.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
+import subprocess
 import sys
+import tempfile
 import time
 from contextlib import closing
 from pathlib import Path
@@ -101,7 +104,57 @@ def attends() -> None:
     dist.destroy_process_group()
 
 
+SECONDS = 120.0
+
+
+def one_of_two(number: int, path: str) -> None:
+    """A rank of a group in which one has the full library. Attention is refused on both, long before the deadline, and says what to do;
+    the group goes on."""
+    import torch.distributed as dist
+
+    from cpattn.torch import GlooTransport
+
+    dist.init_process_group("gloo", store=dist.FileStore(path, 2), rank=number, world_size=2)
+    plan = cpattn.Plan([0, 61, 200], 4, 16, kv_heads=2, world=2, ulysses=2)
+    rows = len(plan.tokens("q", number))
+    q, kv = np.ones((rows, 4, 16), np.float32), np.ones((rows, 2, 16), np.float32)
+    made = {"q": q, "k": kv, "v": kv, "o": np.empty_like(q), "lse": np.empty((4, rows), np.float32)}
+    heads, back = np.full((200, 2, 16), np.nan, np.float32), np.full_like(q, np.nan)
+    with closing(cpattn.Rank(GlooTransport(timeout=SECONDS))) as rank:
+        for _ in range(2):
+            since = time.monotonic()
+            if "kernels" in cpattn.library_features():
+                try:
+                    rank.forward(plan, **made)
+                except cpattn.Disagreement as error:
+                    assert "the library of rank 0 has no kernels" in str(error), error
+                else:
+                    raise AssertionError("not refused")
+            else:
+                refused("the planner alone", lambda: rank.forward(plan, **made))
+            assert time.monotonic() - since < SECONDS / 2
+            rank.to_heads(plan, "q", q, heads)
+            rank.to_tokens(plan, "q", heads, back)
+            assert (back == q).all()
+    dist.destroy_process_group()
+
+
+def beside(full: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(Path(folder, "store"))
+        other = subprocess.Popen(
+            [sys.executable, __file__, "--rank", "1", path], env=os.environ | {"CPATTN_LIBRARY": full}
+        )
+        try:
+            one_of_two(0, path)
+            assert other.wait(2 * SECONDS) == 0
+        finally:
+            other.kill()
+
+
 def main() -> None:
+    if sys.argv[1:2] == ["--rank"]:
+        return one_of_two(int(sys.argv[2]), sys.argv[3])
     assert cpattn.library_features() == frozenset(), cpattn.library_features()
     library = Path(os.environ.get("CPATTN_LIBRARY") or Path(cpattn.__file__).with_name("libcpattn.so"))
     if "CPATTN_LIBRARY" not in os.environ:
@@ -110,6 +163,9 @@ def main() -> None:
     with_torch = importlib.util.find_spec("torch") is not None
     if with_torch:
         attends()
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        for full in sys.argv[1:]:
+            beside(full)
     print(
         f"the planner alone: {library.stat().st_size / 1e6:.2f} MB, imported in {1000 * IMPORT:.0f} ms"
         f"{'' if with_torch else '; PyTorch is not installed, so nothing was attended'}"

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -13,6 +14,7 @@ import unittest
 import unittest.mock
 from typing import Any
 
+import numpy as np
 import torch
 from mail import Office, Post, Talk, group, on_all
 from torch import Tensor
@@ -25,7 +27,7 @@ from cpattn import Plan, Side
 from cpattn.schedule import Lane
 from cpattn.torch import choice
 from cpattn.torch.dtypes import TORCH_DTYPES
-from cpattn.torch.executor import Executor, explain
+from cpattn.torch.executor import Executor, explain, recording
 from cpattn.torch.executor.partials import merge
 from cpattn.torch.executor.program import Streams
 from cpattn.torch.kernels import Math, Scratch, find
@@ -152,17 +154,60 @@ class Event:
         stream.log.append(("record", stream.lane, self.recorded))
 
 
+HOUR = 3600 * 10**9
+
+
 class TimedEvent(Event):
-    """On a clock of its own, an hour ahead."""
+    """On a clock of its own, an hour ahead. As a driver it returns milliseconds in f32, and of two events that were recorded in this
+    order."""
+
+    at = real = 0
 
     def record(self, stream: Stream) -> None:
-        self.at = cpattn.clock() + 3600 * 10**9
+        self.at = cpattn.clock() + HOUR
 
     def synchronize(self) -> None:
-        pass
+        if not self.at:
+            raise RuntimeError("the event was not recorded")
 
     def elapsed_time(self, later: TimedEvent) -> float:
-        return (later.at - self.at) / 1e6
+        self.synchronize()
+        later.synchronize()
+        assert self.at <= later.at, "the order of events"
+        return float(np.float32((later.at - self.at) / 1e6))
+
+
+class Ticks(threading.local):
+    """A thread's clock on which each look takes a while, and a device's that is hours ahead of it and loses time."""
+
+    NS = 37_000
+
+    def __init__(self) -> None:
+        self.now, self.ahead, self.enqueued = HOUR, 3 * HOUR, 0
+
+    def __call__(self) -> int:
+        self.now += self.NS
+        return self.now
+
+    def pass_by(self, ns: int) -> None:
+        self.now += ns
+        self.ahead -= ns // 7200
+
+    def record(self, event: TimedEvent, _: Stream) -> None:
+        event.real = self()
+        event.at = event.real + self.ahead
+
+    def synchronize(self) -> None:
+        self.now, self.enqueued = self.now + self.enqueued, 0
+
+
+def on_streams(rank: Executor) -> list[tuple[str, Lane, Any]]:
+    """Makes a rank of the CPU enqueue on two streams with timed events. The log of the streams."""
+    log: list[tuple[str, Lane, Any]] = []
+    compute, communication = (Stream(lane, log) for lane in (Lane.COMPUTE, Lane.COMMUNICATION))
+    rank._streams = Streams(communication, Event, lambda: compute, TimedEvent)
+    rank._workspace.record_stream = lambda stream: None  # type: ignore[method-assign]
+    return log
 
 
 def sent(op: Any, number: int) -> int:
@@ -367,12 +412,9 @@ class Runs(unittest.TestCase):
                 ops = [op for program in rank._programs[plan].values() for op in program.schedule.ops]
                 expected = sorted((op.lane, op.name, op.phase, op.step, sent(op, number)) for op in ops)
                 taken = []
-                for on_streams in (False, True):
-                    if on_streams:
-                        log: list[tuple[str, Lane, Any]] = []
-                        compute, communication = (Stream(lane, log) for lane in (Lane.COMPUTE, Lane.COMMUNICATION))
-                        rank._streams = Streams(communication, Event, lambda: compute, TimedEvent)
-                        rank._workspace.record_stream = lambda stream: None  # type: ignore[method-assign]
+                for streams in (False, True):
+                    if streams:
+                        on_streams(rank)
                     for capacity in (3, 1 << 10):
                         rank.record(capacity)
                         since = cpattn.clock()
@@ -403,6 +445,96 @@ class Runs(unittest.TestCase):
                     for events in taken:
                         self.assertEqual(len(events), 0 if number else total)
                         self.assertEqual({event.rank for event in events}, set() if number else set(range(4)))
+
+    def test_times_hours_later(self) -> None:
+        """A driver's milliseconds are f32: since an event two hours ago they are multiples of half a millisecond."""
+        plan, clock = plan_of(OPTIONS[0]), Ticks()
+
+        def job(number: int, rank: Executor) -> None:
+            made = tensors(plan, number)
+            step(plan, number, rank, made)
+            on_streams(rank)
+            rank.record()
+            assert rank._recording is not None
+            for before, between, after in (
+                (0, 0, 0), (2 * HOUR, 0, 0), (0, 0, 2 * HOUR), (0, 2 * HOUR, 0), (HOUR, 0, 2 * HOUR), (0, 0, 0)
+            ):  # fmt: skip
+                clock.pass_by(before)
+                step(plan, number, rank, made)
+                clock.pass_by(between)
+                step(plan, number, rank, made)
+                ops = [op for run in rank._recording._runs for op in run.ops]
+                real = [(op.begin.real, op.end.real) for op in ops]
+                clock.pass_by(after)
+                clock.enqueued = 5_000_000
+                found = rank._recording.take()
+                assert {event.lane for event in found} == set(Lane) and len(found) == len(real) > 20, found
+                errors = np.array([(event.start_ns, event.end_ns) for event in found]) - np.array(real)
+                # Far from both bases all times have one error.
+                assert np.ptp(errors) < 1000, (before, between, after, errors)
+                assert abs(errors).max() < (250_000 if before and after else 2000), (before, between, after, errors)
+                for lane in Lane:
+                    times = [at for event in found if event.lane == lane for at in (event.start_ns, event.end_ns)]
+                    assert times == sorted(times), (lane, times)
+
+        with (
+            unittest.mock.patch.object(recording, "clock", clock),
+            unittest.mock.patch.object(TimedEvent, "record", lambda event, stream: clock.record(event, stream)),
+            unittest.mock.patch.object(Stream, "synchronize", lambda stream: clock.synchronize()),
+        ):
+            on_all(group(4, MATH), job)
+
+    def test_a_failed_operation_is_not_recorded(self) -> None:
+        """A trace has what came before it and after it."""
+        failing = False
+
+        class Fails(Math):
+            def forward(self, *args: Any, **kwargs: Any) -> Any:
+                if failing:
+                    raise RuntimeError("no memory")
+                return super().forward(*args, **kwargs)
+
+        plan, rank = plan_of({"world": 1}), group(1, Fails())[0]
+        made = tensors(plan, 0)
+        step(plan, 0, rank, made)
+        on_streams(rank)
+        rank.record()
+        step(plan, 0, rank, made)
+        once = len(rank.gather_trace())
+        self.assertGreater(once, 2)
+        for _ in range(2):
+            step(plan, 0, rank, made)
+            failing = True
+            with self.assertRaisesRegex(RuntimeError, "no memory"):
+                step(plan, 0, rank, made)
+            failing = False
+            step(plan, 0, rank, made)
+            self.assertEqual(len(rank.gather_trace()), 2 * once)
+
+    def test_a_device_without_times(self) -> None:
+        """A rank that cannot read its events tells the others, which wait for what it has recorded."""
+        plan, ranks = plan_of(OPTIONS[0]), group(4, MATH)
+
+        def job(number: int, rank: Executor) -> str:
+            made = tensors(plan, number)
+            step(plan, number, rank, made)
+            on_streams(rank)
+            rank.record()
+            step(plan, number, rank, made)
+            with contextlib.ExitStack() as patched:
+                if number == 2:
+                    assert rank._recording is not None
+                    patched.enter_context(
+                        unittest.mock.patch.object(rank._recording, "take", side_effect=RuntimeError("device lost"))
+                    )
+                try:
+                    rank.gather_trace()
+                except cpattn.PeerError as error:
+                    return str(error)
+            return ""
+
+        for number, text in enumerate(on_all(ranks, job)):
+            self.assertIn("failed on rank 2: device lost" if number == 2 else "another rank has failed", text)
 
     def test_refused_by_name(self) -> None:
         plan, rank = Plan(CU, HEADS, DIM, kv_heads=KV), group(1, MATH)[0]

@@ -15,21 +15,35 @@
 //!
 //! A kernel of the caller's may refuse a plan. It refuses by the plan and by what it honours alone, so ranks compare
 //! their kernels before the first run of attention of a group: then all of them refuse, or none, and nobody waits.
+//!
+//! A rank whose library has no kernels refuses attention after the agreement. It compares a number of its own, so that
+//! ranks with kernels get a disagreement instead of waiting for it.
 
-use std::{collections::VecDeque, ops::Range, vec::Vec};
+use std::{collections::VecDeque, format, ops::Range, string::String, vec::Vec};
 
 use super::{
     failure::{FirstFailure, described, watched},
     prepared::Prepared,
 };
-use crate::{error::Result, kernel::varlen::KernelCalls, plan::Plan, schedule::Purpose, transport::Transport};
+use crate::{
+    error::{Error, Result},
+    kernel::varlen::KernelCalls,
+    plan::Plan,
+    schedule::Purpose,
+    transport::Transport,
+};
 
 /// How many fingerprints a group remembers.
 const REMEMBERED: usize = 64;
 
+/// What ranks without kernels agree on before attention.
+const PLANNER_ALONE: u64 = u64::from_be_bytes(*b"planner\0");
+
 /// By group of ranks: the fingerprints that were agreed on, and the number of runs.
 #[derive(Debug, Default)]
 pub(super) struct Agreements {
+    /// Whether this rank's library has no attention.
+    planner_alone: bool,
     groups: Vec<GroupRuns>,
     /// The groups whose ranks have the same kernel of the caller's.
     kernels: Vec<Range<usize>>,
@@ -43,11 +57,35 @@ struct GroupRuns {
 }
 
 impl Agreements {
+    /// Those of a rank whose library has no attention.
+    pub(super) fn of_planner_alone() -> Self {
+        Self { planner_alone: true, ..Self::default() }
+    }
+
     /// Makes room for a group, so that its runs allocate nothing. A world has few groups: their sizes divide its size.
     pub(super) fn reserve(&mut self, ranks: &Range<usize>) {
         if !self.groups.iter().any(|g| g.ranks == *ranks) {
             let agreed = VecDeque::with_capacity(REMEMBERED);
             self.groups.push(GroupRuns { ranks: ranks.clone(), runs: 0, agreed });
+        }
+    }
+
+    /// What this rank compares before a run in the place of `number`.
+    fn compared(&self, run: Purpose, number: u64) -> u64 {
+        match run {
+            Purpose::Attention(_) if self.planner_alone => PLANNER_ALONE,
+            _ => number,
+        }
+    }
+
+    /// What is added to the run in words, where a library without kernels is what ranks disagree on.
+    fn library<T>(agreed: &Result<T>) -> String {
+        match agreed {
+            Err(Error::Disagreement { ours: PLANNER_ALONE, .. }) => ", by a library without kernels".into(),
+            Err(Error::Disagreement { peer, theirs: PLANNER_ALONE, .. }) => {
+                format!(", but the library of rank {peer} has no kernels")
+            }
+            _ => String::new(),
         }
     }
 
@@ -67,12 +105,14 @@ impl Agreements {
             return Ok(());
         }
         let name = run.name(plan);
+        let compared = self.compared(run, kernel.fingerprint());
         watched(transport, failure, || {
             transport.announce(Some(name));
-            let agreed = transport.agree(ranks.clone(), kernel.fingerprint());
+            let agreed = transport.agree(ranks.clone(), compared);
             transport.announce(None);
+            let library = Self::library(&agreed);
             described(transport, agreed.map_err(|error| error.of_run(name)), || {
-                run.describe_with(plan, None, None) + ", " + &kernel.description()
+                run.describe_with(plan, None, None) + ", " + &kernel.description() + &library
             })
         })??;
         self.kernels.push(ranks);
@@ -94,14 +134,16 @@ impl Agreements {
         if prepared.schedule.group.len() == 1 {
             return Ok(None);
         }
-        let (fingerprint, compared) = (prepared.fingerprint(), prepared.compared());
+        let fingerprint = prepared.fingerprint();
+        let compared = self.compared(prepared.run, prepared.compared());
         let name = || prepared.run.name(&prepared.plan);
         watched(transport, failure, || {
             transport.announce(Some(name()));
             let begun = self.begin(transport, &prepared.schedule.group, fingerprint, compared);
             transport.announce(None);
+            let library = Self::library(&begun);
             let begun = begun.map(|run| Some((compared, run))).map_err(|error| error.of_run(name()));
-            described(transport, begun, || prepared.describe())
+            described(transport, begun, || prepared.describe() + &library)
         })?
     }
 
@@ -134,7 +176,7 @@ impl Agreements {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::error::{Cause, Error};
+    use crate::error::Cause;
     use crate::transport::{Label, Message};
     use std::sync::Mutex;
 

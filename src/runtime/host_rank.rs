@@ -26,7 +26,7 @@ use super::{
 };
 use crate::{
     device::Device,
-    error::Result,
+    error::{Error, Result},
     kernel::{
         cpu::{self, has_kernels},
         no_sm_margin, no_stream,
@@ -62,6 +62,8 @@ pub(super) struct HostRank {
     natural_lse: NaturalLse,
     /// A kernel of the caller's for attention.
     kernel: Option<KernelCalls>,
+    /// The error of runs of attention, if this library has none.
+    planner_alone: Option<Error>,
 }
 
 impl Entry for Prepared {
@@ -73,13 +75,14 @@ impl Entry for Prepared {
 impl HostRank {
     pub(super) fn new(transport: impl Transport + 'static, scratch: cpu::Scratch) -> Self {
         let transport: Arc<dyn Transport> = Arc::new(transport);
+        let planner_alone = has_kernels().err();
         Self {
             lanes: LaneThreads::new(Arc::clone(&transport)),
             transport,
             prepared: PlanCache::default(),
             scratch,
             workspace: Workspace::default(),
-            agreements: Agreements::default(),
+            agreements: if planner_alone.is_some() { Agreements::of_planner_alone() } else { Agreements::default() },
             failure: FirstFailure::default(),
             found_rows: FoundRows::default(),
             lists: RankLists::default(),
@@ -87,6 +90,7 @@ impl HostRank {
             listed_plans: VecDeque::new(),
             natural_lse: NaturalLse::default(),
             kernel: None,
+            planner_alone,
         }
     }
 
@@ -101,9 +105,6 @@ impl HostRank {
     /// # Errors
     /// Those of planning; an instruction set that the CPU lacks, so that no run begins with it.
     fn find_or_prepare(&mut self, plan: &Plan, run: Purpose) -> Result<usize> {
-        if let Purpose::Attention(_) = run {
-            has_kernels()?;
-        }
         self.scratch.isa()?;
         if let Some(i) = self.prepared.reuse(plan, run, false) {
             return Ok(i);
@@ -121,6 +122,22 @@ impl HostRank {
             self.prepared.remove(oldest);
         }
         Ok(self.prepared.push(prepared))
+    }
+
+    /// Refuses attention in a library without it. Ranks with kernels may wait for this rank: a run agrees first.
+    fn has_kernels(&self, run: Purpose) -> Result<()> {
+        match (&self.planner_alone, run) {
+            (Some(refusal), Purpose::Attention(_)) => Err(refusal.clone()),
+            _ => Ok(()),
+        }
+    }
+
+    /// The error of an agreement: a library without kernels says so, where it is what ranks disagree on.
+    fn or_planner_alone(&self, error: Error) -> Error {
+        match (&self.planner_alone, error) {
+            (Some(refusal), Error::Disagreement { .. }) => refusal.clone(),
+            (_, error) => error,
+        }
     }
 
     /// Starts the threads of a run that are not there yet.
@@ -209,6 +226,7 @@ impl Backend for HostRank {
     }
 
     fn workspace_bytes(&mut self, plan: &Plan, run: Purpose) -> Result<u64> {
+        self.has_kernels(run)?;
         self.find_or_prepare(plan, run).map(|i| self.prepared[i].schedule.workspace)
     }
 
@@ -230,6 +248,7 @@ impl Backend for HostRank {
 
     fn prepare(&mut self, plan: &Plan, run: Purpose) -> Result<()> {
         self.lanes.check_process()?;
+        self.has_kernels(run)?;
         let at = self.find_or_prepare(plan, run)?;
         self.work_at(at)?;
         self.start_threads(at)
@@ -243,7 +262,8 @@ impl Backend for HostRank {
         {
             self.failure.check(&*self.transport)?;
             let ranks = plan.mesh().group_of(self.transport.rank());
-            self.agreements.on_kernel(kernel, ranks, (plan, run), &*self.transport, &self.failure)?;
+            let agreed = self.agreements.on_kernel(kernel, ranks, (plan, run), &*self.transport, &self.failure);
+            agreed.map_err(|error| self.or_planner_alone(error))?;
         }
         let own_kernel = self.kernel.is_some().then_some(RunTrait::OwnKernel);
         let [keys, base, max_logit] = tensors.traits();
@@ -270,6 +290,11 @@ impl Backend for HostRank {
         if let Some(pages) = tensors.pages() {
             // SAFETY: the table is valid (promised to `Bindings::with_keys`).
             unsafe { self.found_rows.list(plan, self.transport.rank(), tensors, pages) }?;
+        }
+        if let Err(refusal) = self.has_kernels(run) {
+            self.failure.check(&*self.transport)?;
+            let agreed = self.agreements.begin_run(&self.prepared[at], &*self.transport, &self.failure);
+            return agreed.map_err(|error| self.or_planner_alone(error)).and(Err(refusal));
         }
         let workspace = self.work_at(at)?;
         let prepared = &mut self.prepared[at];

@@ -71,7 +71,8 @@ impl Rank {
 
     /// Makes a rank whose attention `kernel` computes; the rest is as with [`Rank::new`]. All ranks of a group need the
     /// same kernel: they compare its name and what it [honours](VarlenKernel::honours) before the first run of a plan.
-    /// What it does not honour is refused before anything moves.
+    /// What it does not honour is refused before anything moves. A library without the feature `kernels` refuses all
+    /// attention, this too.
     ///
     /// The first run of a plan allocates the packed tensors of the kernel's calls.
     pub fn with_kernel(transport: impl Transport + 'static, kernel: impl VarlenKernel + 'static) -> Self {

@@ -24,7 +24,7 @@ from ..kernels import Kernel, Memory, Scratch
 from .attention import Attend, AttendBackward, Delta, SinkGradient
 from .messages import Exchange, Flight, Network, failure
 from .moves import Joins, Merges, Sums
-from .recording import Recording, Timed
+from .recording import Recording
 from .rows import Buffers
 
 
@@ -76,6 +76,13 @@ class Streams(NamedTuple):
             lambda: torch.accelerator.current_stream(device),
             lambda: torch.Event(device=device, enable_timing=True),
         )
+
+    def mark(self) -> Any:
+        """A timed event, recorded in the current stream after the host has waited for what was in it."""
+        stream, event = self.current(), self.timed()
+        stream.synchronize()
+        event.record(stream)
+        return event
 
 
 class Program:
@@ -189,6 +196,10 @@ class Program:
         compute, communication = lanes[Lane.COMPUTE], lanes[Lane.COMMUNICATION]
         # The communication stream comes after all earlier runs, whatever streams their callers had: they share the workspace.
         self._after(compute, communication, -1, streams)
+        if recording is not None and not recording.full:
+            begin = streams.timed()
+            begin.record(compute)
+            recording.begin_run(begin)
         self._after(communication, compute, -2, streams)
         try:
             for at, (op, step) in enumerate(zip(self.schedule.ops, self.steps)):
@@ -197,14 +208,14 @@ class Program:
                     lane.wait_event(events[op.after])
                 timed = None
                 if recording is not None and not recording.full:
-                    timed = Timed(op, streams.timed(), streams.timed())
-                    recording.timed.append(timed)
-                    timed.begin.record(lane)
+                    timed = streams.timed(), streams.timed()
+                    timed[0].record(lane)
                 with lane:
                     if (flight := self._run(at, step)) is not None:
                         self._land(at, flight)
-                if timed is not None:
-                    timed.end.record(lane)
+                if recording is not None and timed is not None:
+                    timed[1].record(lane)
+                    recording.add_timed(op, *timed)
                 if at in self._awaited:
                     self._event(at, streams).record(lane)
         except BaseException:

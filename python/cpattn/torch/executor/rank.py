@@ -188,19 +188,16 @@ class Executor:
         was enqueued."""
         self._check_call()
         capacity = whole("capacity", capacity, 0, MOST)
-        self._recording = Recording(self.network.rank, capacity) if capacity else None
-        if self._recording is not None and self._streams is not None:
-            base, compute = self._streams.timed(), self._streams.current()
-            compute.synchronize()
-            base.record(compute)
-            self._recording.align(base)
+        mark = None if self._streams is None else self._streams.mark
+        self._recording = Recording(self.network.rank, capacity, mark) if capacity else None
 
     def gather_trace(self) -> list[Event]:
         """On rank 0: the events that all ranks recorded, on its clock, and removes them. On other ranks: an empty list. All ranks call it,
-        between runs."""
+        between runs. On a device it waits for what was enqueued."""
         self._check_call()
-        mine = [] if self._recording is None else self._recording.take()
         try:
+            # The other ranks wait for this one, whose device may have failed.
+            mine = [] if self._recording is None else self._recording.take()
             return gather(self.transport, self.network, mine)
         except RuntimeError as error:
             raise self._fail(PeerError(f"gathering a trace failed on rank {self.network.rank}: {error}")) from error
