@@ -97,7 +97,8 @@ class Passing:
 class _Scan(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, decay: Tensor, state: Tensor, passing: Passing, matrix: bool) -> Tensor:
-        initial = passing.sums(decay.detach(), state.detach(), matrix, False)
+        with torch.autocast(state.device.type, enabled=False):  # states stay in f32 from hop to hop
+            initial = passing.sums(decay.detach(), state.detach(), matrix, False)
         ctx.save_for_backward(decay, initial)
         ctx.how = passing, matrix
         return initial
@@ -106,6 +107,7 @@ class _Scan(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         passing, matrix = ctx.how
         decay, initial = ctx.saved_tensors
-        of = passing.sums(decay.transpose(-1, -2) if matrix else decay, gradient.detach(), matrix, True)
-        own = of @ initial.transpose(-1, -2) if matrix else (of * initial).sum_to_size(decay.shape)
+        with torch.autocast(gradient.device.type, enabled=False):
+            of = passing.sums(decay.transpose(-1, -2) if matrix else decay, gradient.detach(), matrix, True)
+            own = of @ initial.transpose(-1, -2) if matrix else (of * initial).sum_to_size(decay.shape)
         return own, of, None, None
