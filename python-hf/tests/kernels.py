@@ -90,9 +90,7 @@ def chunk_scan(usual: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:  # fmt: skip
         assert seq_idx is None and cu_seqlens is None and not return_varlen_states
         more = {"D": D, "dt_bias": dt_bias, "initial_states": initial_states, "dt_softplus": dt_softplus}
-        found = usual(
-            x, dt, A, B, C, chunk_size, **more, dt_limit=dt_limit, return_final_states=return_final_states
-        )
+        found = usual(x, dt, A, B, C, chunk_size, **more, dt_limit=dt_limit, return_final_states=return_final_states)
         if z is None:
             return found
         out, *state = found if isinstance(found, tuple) else (found,)

@@ -41,6 +41,23 @@ class Passing:
             and (one.first > reach[one.document] if backward else one.first < reach[one.document])
         ]
 
+    def sent(self) -> list[int]:
+        """How many states each rank sends and gets in a forward pass: a segment's goes to each other rank that has a later one of its
+        document."""
+        latest: dict[int, dict[int, int]] = {}
+        for rank, some in enumerate(self.every):
+            for one in some:
+                of = latest.setdefault(one.document, {})
+                of[rank] = max(one.first, of.get(rank, one.first))
+        found = [0] * len(self.every)
+        for rank, some in enumerate(self.every):
+            for one in some:
+                for to, last in latest[one.document].items():
+                    if to != rank and last > one.first:
+                        found[rank] += 1
+                        found[to] += 1
+        return found
+
     def scan(self, decay: Tensor, state: Tensor, matrix: bool) -> Tensor:
         """The initial state of each of this rank's segments, [segments, ...]. Differentiable. All ranks call it."""
         out: Tensor = _Scan.apply(decay, state, self, matrix)  # type: ignore[no-untyped-call]
