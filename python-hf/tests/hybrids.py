@@ -44,6 +44,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 9, "head_dim": 8, "n_groups": 1, "state_size": 8, "chunk_size": 16},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8, "mamba_dt_rank": 4, **EXPERTS},
     "mamba": {"state_size": 8, "intermediate_size": 72, "time_step_rank": 4},
+    "falcon_mamba": {"state_size": 8, "intermediate_size": 72, "time_step_rank": 4},
+    "zamba": {
+        "num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2, "n_mamba_heads": 3, "mamba_d_state": 8,
+        "mamba_dt_rank": 4, "num_key_value_heads": 4, "head_dim": 18,
+    },
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "minimax": {"layer_types": ["linear_attention", "full_attention"], "block_size": 16, **EXPERTS},
     "recurrent_gemma": {"block_types": ["recurrent", "attention"], "lru_width": 36, "attention_window_size": 20, "head_dim": 9},

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import unittest
-from itertools import accumulate
+from itertools import accumulate, permutations
 from typing import Any
 
 import torch
@@ -103,6 +103,32 @@ class States(unittest.TestCase):
         self.assertEqual([len(passing._sent(1, to, True)) for to in range(5)], [1, 0, 0, 0, 0])
         self.assertEqual([len(passing._sent(1, to, False)) for to in range(5)], [0, 0, 1, 1, 0])
         self.assertEqual(len(every[4]), 0)
+        for number in range(DRAWS):
+            draw = torch.Generator().manual_seed(number)
+            ends = [0, *accumulate(torch.randint(1, 40, (4,), generator=draw).tolist())]
+            every = [[one for one in segments_of(of, ends) if not one.whole] for of in _shares(draw, ends[-1], 4)]
+            passing, counts = Passing(every, 0, None), [0] * 4
+            for of, to in permutations(range(4), 2):
+                for one in (of, to):
+                    counts[one] += len(passing._sent(of, to, False))
+            self.assertEqual(passing.sent(), counts, number)
+
+    def test_autocast(self) -> None:
+        """States and their gradients have the same bits under autocast, and are in f32."""
+        every = [[Segment(0, a, a + 8, a, a == 0, a == 32) for a in range(0, 40, 8)]]
+        for matrix in (False, True):
+            found = []
+            for enabled in (False, True):
+                draw = torch.Generator().manual_seed(1)
+                decay = torch.rand(5, 2, *((8, 8) if matrix else (1, 1)), generator=draw, requires_grad=True)
+                state = torch.rand(5, 2, 8, 4, generator=draw, requires_grad=True)
+                with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                    initial = Passing(every, 0, None).scan(decay, state, matrix)
+                    gradients = torch.autograd.grad(initial.square().sum(), (decay, state))
+                found.append((initial, *gradients))
+            for alone, cast in zip(*found, strict=True):
+                self.assertEqual(cast.dtype, torch.float32)
+                self.assertTrue(torch.equal(alone, cast), matrix)
 
 
 if __name__ == "__main__":

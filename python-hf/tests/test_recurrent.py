@@ -18,12 +18,14 @@ except ImportError:
     raise unittest.SkipTest("transformers is not installed") from None
 
 import hybrids
+import kernels
 import models
 import processes
 from cpattn import Disagreement, InvalidArgument, Unsupported
 from cpattn_hf.transformers import ContextParallel
-from cpattn_hf.transformers.hybrids import mixer_of
+from cpattn_hf.transformers.hybrids import form_of, mixer_of
 from cpattn_hf.transformers.hybrids.states.choice import Cost, by_heads, by_states
+from cpattn_hf.transformers.hybrids.states.passing import Passing
 from cpattn_hf.transformers.hybrids.states.segments import Segment, segments_of
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -179,10 +181,7 @@ def _kernel_of_fla(rank: int, world: int, names: list[str], file: str) -> list[s
             found.append(usual(*rows, g=g[:, a:b], beta=beta[:, a:b], initial_state=state, **how))
         return torch.cat([o for o, _ in found], 1), torch.cat([s for _, s in found]) if output_final_state else None
 
-    def given(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> Any:
-        return chunk_gated_delta_rule(query, key, value, **options)  # as Transformers hands arguments on
-
-    module.torch_chunk_gated_delta_rule = given
+    module.torch_chunk_gated_delta_rule = kernels.handed(usual, chunk_gated_delta_rule, lambda: None)
     try:
         wrong = _wrong("qwen3_5_text", torch.load(file), PACKS[:1], layout="zigzag_pack")
     finally:
@@ -251,6 +250,44 @@ def _kinds(rank: int, world: int, names: list[str], file: str) -> list[str]:
     return wrong
 
 
+def _bytes(rank: int, world: int) -> list[tuple[str, int, int, int]]:
+    """In packs of few long documents: bytes that a rank sends and gets for a layer's states, forward; those of the rank with the most, as
+    `explain` says; and with a state for each segment alone."""
+    usual, found = Passing._others, []
+    for name in ("mamba2", "mamba", "qwen3_5_text", "minimax", "recurrent_gemma"):
+        counted: list[int] = []
+
+        def others(self: Any, decay: torch.Tensor, state: torch.Tensor, backward: bool) -> Any:
+            talk, exchange = self._talk, self._talk.exchange
+
+            class Counting:
+                def exchange(self, got: Any, sent: Any, arriving: list[int], leaving: list[int]) -> None:
+                    counted.append(sum(arriving) + sum(leaving))
+                    exchange(got, sent, arriving, leaving)
+
+            self._talk = Counting()
+            try:
+                return usual(self, decay, state, backward)
+            finally:
+                self._talk = talk
+
+        model = hybrids.build(name)
+        cp = ContextParallel(model, recurrent="states", layout="contiguous", ring=world, ulysses=1, timeout=60)
+        Passing._others = others  # type: ignore[method-assign]
+        try:
+            with torch.no_grad():
+                model(**models.batch([5] * 8 + [110] + [5] * 8))
+        finally:
+            Passing._others = usual  # type: ignore[method-assign]
+        (layer,) = {type(one): one for one in model.modules() if mixer_of(one)}.values()
+        forward, form = cp.last, form_of(layer)
+        assert forward is not None and form is not None
+        few = by_states(form.counts(layer), forward.every_segment).bytes
+        found.append((name, counted[0], forward.passed[type(layer).__name__][2].bytes, few))
+        cp.close()
+    return found
+
+
 def _refused(rank: int, world: int) -> dict[str, str]:
     from transformers.models.mamba2 import modeling_mamba2 as module
 
@@ -269,6 +306,12 @@ def _refused(rank: int, world: int) -> dict[str, str]:
     refuse("none, heads", models.build("llama"), recurrent="heads")
     refuse("differs", hybrids.build("mamba2"), recurrent="heads" if rank else "states")
     refuse("stripes", hybrids.build("qwen3_5_text"), recurrent="states", layout="striped")
+    for name, here in (("hooks", True), ("hooks of one rank", rank == 1)):
+        model = hybrids.build("mamba2")
+        if here:
+            model.backbone.layers[0].mixer.in_proj._hf_hook = None  # as accelerate marks it; the last layer has none
+        refuse(name, model, recurrent="states" if name == "hooks" else "auto")
+    refuse("hooks of one rank, heads", model, recurrent="heads")
     usual = module.__dict__.pop("mamba2_chunk_scan")
     try:
         refuse("another version", hybrids.build("mamba2"), recurrent="states")
@@ -333,7 +376,18 @@ class Recurrent(unittest.TestCase):
             self.assertIn("recurrent is 'heads', and LlamaForCausalLM has no recurrent layer", said["none, heads"])
             self.assertIn("recurrent", said["differs"])
             self.assertIn("layout is 'striped'", said["stripes"])
+            self.assertIn("Mamba2Mixer.in_proj has a hook of accelerate", said["hooks"])
+            self.assertIn("list of layers that can pass states", said["hooks of one rank"])
+            self.assertEqual(said["hooks of one rank, heads"], "not refused")
             self.assertIn("has no function mamba2_chunk_scan", said["another version"])
+
+    def test_bytes_of_states(self) -> None:
+        """On a device with the crate's kernels, and in packs of few long documents, a state goes to each rank with a later segment."""
+        every = processes.run(_bytes, 4, seconds=200)
+        for ranks in zip(*every, strict=True):
+            name, _, most, few = ranks[0]
+            self.assertEqual(max(counted for _, counted, _, _ in ranks), most, name)
+            self.assertGreater(most, few, name)
 
     def test_the_choice(self) -> None:
         """States where heads leave ranks without work or cost more bytes; heads where each rank gets whole documents anyway."""

@@ -154,6 +154,25 @@ def in_programs(rank: int, world: int, kernels: str) -> None:
     context.close()
 
 
+def under_autocast(rank: int, world: int, kernels: str) -> None:
+    """States and gradients have the same bits under autocast, and their dtype."""
+    context = Context(heads=4, head_dim=8, layout="contiguous", ring=world, ulysses=1, kernels=kernels)
+    batch, count = context.batch([0, 40]), 1
+    for shape, matrix in (((2, 8, 8), True), ((2, 1, 1), False)):
+        found = []
+        for enabled in (False, True):
+            draw = torch.Generator().manual_seed(1 + rank)
+            decay = torch.rand(count, *shape, generator=draw, requires_grad=True)
+            state = torch.rand(count, 2, 8, 4, generator=draw, requires_grad=True)
+            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                initial = batch.scan(decay, state, matrix=matrix)
+                found.append([initial, *torch.autograd.grad(initial.square().sum(), (decay, state))])
+        for alone, cast in zip(*found, strict=True):
+            assert cast.dtype == torch.float32 and torch.equal(alone, cast), (kernels, matrix, alone, cast)
+    dist.barrier()
+    context.close()
+
+
 def refusals(rank: int, world: int, kernels: str) -> list[str]:
     context = Context(heads=4, head_dim=8, layout="contiguous", ring=world, ulysses=1, kernels=kernels)
     batch, said = context.batch([0, 5, 40]), []
@@ -202,6 +221,11 @@ class Scan(unittest.TestCase):
         for kernels in ("cpattn", "torch"):
             with self.subTest(kernels=kernels):
                 run(in_programs, 2, kernels, seconds=400)
+
+    def test_autocast(self) -> None:
+        for kernels in ("cpattn", "torch"):
+            with self.subTest(kernels=kernels):
+                run(under_autocast, 4, kernels, seconds=400)
 
     def test_refusals(self) -> None:
         words = [

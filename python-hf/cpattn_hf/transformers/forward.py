@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -62,6 +63,7 @@ class Forward(Gathers):
     first_rank: int = 0
     part: int = 0  # which part of the heads this rank has (tensor parallelism)
     recurrent: str = "heads"  # the form of recurrent layers
+    able: Sequence[str] = ()  # the classes of recurrent layers that can pass states
     deals: dict[int, Deal] = field(default_factory=dict)
     # By the class of recurrent layers: whether they pass states, and what both forms cost.
     passed: dict[str, tuple[bool, Load, Load]] = field(default_factory=dict)
@@ -197,14 +199,15 @@ class Forward(Gathers):
         if kind not in self.passed:
             heads, states = self._loads(form.counts(layer))
             world = self.batch.context.world
-            cheaper = world > 1 and form.missing(layer) is None and states.total < heads.total
+            cheaper = world > 1 and kind in self.able and states.total < heads.total
             self.passed[kind] = self.recurrent == "states" or (self.recurrent == "auto" and cheaper), heads, states
         return self.passed[kind][0]
 
     def _loads(self, cost: Cost) -> tuple[Load, Load]:
         lengths = [b - a for a, b in pairwise(self.cu_seqlens)]
         size = self.batch.context.dtype.itemsize
-        return by_heads(cost, lengths, self.batch.context.world, size), by_states(cost, self.every_segment)
+        sent = None if self._scans else self.passing.sent()
+        return by_heads(cost, lengths, self.batch.context.world, size), by_states(cost, self.every_segment, sent)
 
     def explain(self) -> str:
         """The plan of attention, and what recurrent layers do."""

@@ -82,7 +82,7 @@ def _check(name: str, recurrent: str, layers: Iterable[torch.nn.Module], options
         )
     if recurrent == "auto":
         return
-    forms = {type(layer): (layer, form) for layer in layers if (form := form_of(layer))}
+    forms = [(layer, form) for layer in layers if (form := form_of(layer))]
     if not forms:
         raise InvalidArgument(
             f"recurrent is {recurrent!r}, and {name} has no recurrent layer of Transformers without a mixer of yours: leave recurrent out"
@@ -92,7 +92,7 @@ def _check(name: str, recurrent: str, layers: Iterable[torch.nn.Module], options
         and attempt(lambda: one_of("layout", options.get("layout", Layout.AUTO), Layout)) == Layout.STRIPED
     ):
         raise striped()
-    for layer, form in forms.values():
+    for layer, form in forms:
         if recurrent == "states" and (missing := form.missing(layer)):
             raise Unsupported(f"recurrent is 'states', and {missing}: use recurrent='heads', or leave it out")
 
@@ -131,6 +131,10 @@ class Mixers:
         self.layers |= known
         self.recurrent = recurrent
         _check(type(model).__name__, recurrent, known, options)
+        # Decided once, and compared between ranks, for some of which weights may have hooks.
+        asked = [(type(layer).__name__, form.missing(layer)) for layer in known if (form := form_of(layer))]
+        able = {kind for kind, _ in asked} - {kind for kind, missing in asked if missing}
+        self.able = [] if recurrent == "heads" else sorted(able)
         self._blocks = [
             module for module in model.modules() if any(child in self.layers for child in module.children())
         ]

@@ -149,7 +149,10 @@ class ContextParallel(Calls):
                     self._look(model, len(members), replicas, gradients, tile, mixers or {}, vision, recurrent)
                     self._look_at_groups(model, group_sizes, group_tokens, group_machine, members, timeout)
                     self._compare = flag("compare_weights", compare_weights)
-                settings |= {"options": sorted(options.items()), "model": type(model).__name__}
+                able = {
+                    "the list of layers that can pass states (recurrent='heads' leaves it empty)": self._mixers.able
+                }
+                settings |= {"options": sorted(options.items()), "model": type(model).__name__} | able
                 compare_settings(transport, settings)
                 if self._compare:
                     same_weights(transport, model)
@@ -403,6 +406,7 @@ class ContextParallel(Calls):
             group=self._talk(),
             part=self._peers.number,
             recurrent=self._mixers.recurrent,
+            able=self._mixers.able,
         )
         forward.size = reader.tile if reader else self.tile if found.labels is not None else 0
         return forward
@@ -431,6 +435,7 @@ class ContextParallel(Calls):
             local=sizes.collectives(group.ranks),
             first_rank=group.first_rank,
             recurrent=self._mixers.recurrent,
+            able=self._mixers.able,
         )
         forward.size = reader.tile if reader else self.tile if found.labels is not None else 0
         return forward

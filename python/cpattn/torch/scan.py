@@ -31,7 +31,8 @@ def _scan(batch: Batch, decay: Tensor, state: Tensor, matrix: bool, reverse: boo
     decay, state = decay.detach().contiguous(), state.detach().contiguous()
     initial = torch.empty_like(state)
     tensors = {"decay": decay, "state": state, "initial_state": initial}
-    batch.context.rank.scan(batch.plan, **tensors, matrix=matrix, reverse=reverse, form=form)
+    with torch.autocast(state.device.type, enabled=False):  # kernels of PyTorch keep to the type of the states
+        batch.context.rank.scan(batch.plan, **tensors, matrix=matrix, reverse=reverse, form=form)
     return initial
 
 
@@ -53,7 +54,8 @@ def _decay_gradient(of_state: Tensor, initial: Tensor, decay: Tensor, matrix: bo
     rows = math.isqrt(decay.shape[2]) if matrix else decay.shape[2]
     of_state, initial = _of_rows(of_state, rows), _of_rows(initial, rows)
     if matrix:
-        return (of_state @ initial.transpose(2, 3)).flatten(2)
+        with torch.autocast(of_state.device.type, enabled=False):  # in the type of the states
+            return (of_state @ initial.transpose(2, 3)).flatten(2)
     return (of_state * initial).sum(3)
 
 

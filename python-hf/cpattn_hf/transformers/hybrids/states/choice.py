@@ -24,13 +24,15 @@ RATE = 1000
 @dataclass(frozen=True)
 class Cost:
     """Of a layer: into how many `heads` it can be cut, the columns of its projections and of its result for a token, the numbers of a
-    state with its decay, the multiply-adds of a token, and those that a token within a document costs `more` if states pass."""
+    state with its decay, the multiply-adds of a token, those that a token within a document costs `more` if states pass, and the numbers of
+    the `taps` before a segment, in a layer without states."""
 
     heads: int
     columns: int
     state: int
     token: int
     more: int
+    taps: int = 0
 
 
 @dataclass(frozen=True)
@@ -54,16 +56,18 @@ def by_heads(cost: Cost, lengths: Sequence[int], world: int, size: int) -> Load:
     return Load(rows * cost.token * share // cost.heads, rows * cost.columns * share // cost.heads * size)
 
 
-def by_states(cost: Cost, every: Sequence[Sequence[Segment]]) -> Load:
-    """`every` are the segments of each rank."""
+def by_states(cost: Cost, every: Sequence[Sequence[Segment]], sent: Sequence[int] | None = None) -> Load:
+    """`every` are the segments of each rank, and `sent` says how many states each rank sends and gets. Without it each segment sends one to
+    the next."""
 
-    def of(segments: Sequence[Segment]) -> Load:
+    def of(segments: Sequence[Segment], states: int | None) -> Load:
         inside = sum(one.end - one.first for one in segments if not one.starts)
         tokens = sum(one.end - one.first for one in segments)
-        passed = sum((not one.starts) + (not one.ends) for one in segments)
-        return Load(tokens * cost.token + inside * cost.more, passed * cost.state * 4)
+        borders = sum((not one.starts) + (not one.ends) for one in segments)
+        numbers = (borders if states is None else states) * cost.state + borders * cost.taps
+        return Load(tokens * cost.token + inside * cost.more, numbers * 4)
 
-    loads = [of(one) for one in every]
+    loads = [of(one, states) for one, states in zip(every, sent or [None] * len(every), strict=True)]
     return Load(max(one.work for one in loads), max(one.bytes for one in loads))
 
 

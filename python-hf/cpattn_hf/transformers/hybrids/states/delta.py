@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .segments import Documents, Segment, Walk, connected
+from .segments import Documents, Segment, Walk, connected, tensors_of
 
 NAMES = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention")
 # Kernels that take one sequence a call.
@@ -58,9 +58,9 @@ def delta_rule(documents: Documents, usual: Callable[..., Any]) -> Callable[...,
                 o[at], response[at] = torch.split(out, [wide, keys], -1)
                 state[at], decay[at] = torch.split(final[0].float(), [wide, keys], -1)
 
-        passed, every = walk.states(
-            decay, state, (zero.new_zeros(heads, keys, keys), zero), (key, value, g, beta), matrix=True
-        )
+        # A kernel is one node of autograd: its final state requires a gradient if anything does that it gets, the queries too.
+        sources = (*tensors.values(), *tensors_of(rest))
+        passed, every = walk.states(decay, state, (zero.new_zeros(heads, keys, keys), zero), sources, matrix=True)
 
         end = [at for at, one in enumerate(walk) if one.ends and not one.starts]
         last = torch.stack([passed[at] for at in end]) if end else None
@@ -91,7 +91,8 @@ def _each(
 
     def call(segments: Sequence[Segment], initial: Tensor | None, **more: Any) -> tuple[Tensor, Tensor]:
         own = {name: torch.cat([one[:, of.rows] for of in segments], 1) for name, one in tensors.items()}
-        found: tuple[Tensor, Tensor] = kernel(**own, initial_state=initial, **more, **options)
+        three = [own.pop(name) for name in ("query", "key", "value")]  # by place: fla has other names for them
+        found: tuple[Tensor, Tensor] = kernel(*three, **own, initial_state=initial, **more, **options)
         return found
 
     if len(some) > 1 and kernel not in _single:

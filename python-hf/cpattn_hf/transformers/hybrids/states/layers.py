@@ -115,24 +115,24 @@ def _mamba2_cost(layer: Any) -> Cost:
     heads, wide, state, groups = layer.num_heads, layer.head_dim, layer.ssm_state_size, layer.n_groups
     columns = 2 * heads * wide + 2 * groups * state + heads
     token = heads * (layer.chunk_size * (state + wide) + 2 * state * wide)
-    return Cost(groups if groups > 1 else heads, columns, heads * wide * state, token, heads * state * wide)
+    return Cost(groups if groups > 1 else heads, columns, heads * (wide * state + 1), token, heads * state * wide)
 
 
 def _mamba_cost(layer: Any) -> Cost:
     wide, state = layer.intermediate_size, layer.ssm_state_size
-    return Cost(getattr(layer, "n_mamba_heads", wide), 3 * wide, 2 * wide * state, 3 * wide * state, 2 * wide * state)
+    # A token within a document: what it adds to the end state, and what it reads of the initial one.
+    return Cost(getattr(layer, "n_mamba_heads", wide), 3 * wide, 2 * wide * state, 3 * wide * state, 4 * wide * state)
 
 
 def _convolution_cost(layer: Any) -> Cost:
     wide, taps = layer.conv.in_channels, layer.conv.kernel_size[0]
-    return Cost(wide, 4 * wide, taps * wide, taps * wide, 0)
+    return Cost(wide, 4 * wide, 0, taps * wide, 0, (taps - 1) * wide)
 
 
 def _lightning_cost(layer: Any) -> Cost:
     heads, dim = layer.num_attention_heads, layer.head_dim
-    return Cost(
-        heads, 4 * heads * dim, heads * dim * dim, heads * dim * (2 * layer.block_size + 2 * dim), heads * dim * dim
-    )
+    token = heads * dim * (2 * layer.block_size + 2 * dim)
+    return Cost(heads, 4 * heads * dim, heads * (dim * dim + 1), token, heads * dim * dim)
 
 
 def _recurrent_cost(layer: Any) -> Cost:

@@ -41,6 +41,23 @@ class Passing:
             and (one.first > reach[one.document] if backward else one.first < reach[one.document])
         ]
 
+    def sent(self) -> list[int]:
+        """How many states each rank sends and gets in a forward pass: a segment's goes to each other rank that has a later one of its
+        document."""
+        latest: dict[int, dict[int, int]] = {}
+        for rank, some in enumerate(self.every):
+            for one in some:
+                of = latest.setdefault(one.document, {})
+                of[rank] = max(one.first, of.get(rank, one.first))
+        found = [0] * len(self.every)
+        for rank, some in enumerate(self.every):
+            for one in some:
+                for to, last in latest[one.document].items():
+                    if to != rank and last > one.first:
+                        found[rank] += 1
+                        found[to] += 1
+        return found
+
     def scan(self, decay: Tensor, state: Tensor, matrix: bool) -> Tensor:
         """The initial state of each of this rank's segments, [segments, ...]. Differentiable. All ranks call it."""
         out: Tensor = _Scan.apply(decay, state, self, matrix)  # type: ignore[no-untyped-call]
@@ -97,7 +114,8 @@ class Passing:
 class _Scan(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, decay: Tensor, state: Tensor, passing: Passing, matrix: bool) -> Tensor:
-        initial = passing.sums(decay.detach(), state.detach(), matrix, False)
+        with torch.autocast(state.device.type, enabled=False):  # states stay in f32 from hop to hop
+            initial = passing.sums(decay.detach(), state.detach(), matrix, False)
         ctx.save_for_backward(decay, initial)
         ctx.how = passing, matrix
         return initial
@@ -106,6 +124,7 @@ class _Scan(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         passing, matrix = ctx.how
         decay, initial = ctx.saved_tensors
-        of = passing.sums(decay.transpose(-1, -2) if matrix else decay, gradient.detach(), matrix, True)
-        own = of @ initial.transpose(-1, -2) if matrix else (of * initial).sum_to_size(decay.shape)
+        with torch.autocast(gradient.device.type, enabled=False):
+            of = passing.sums(decay.transpose(-1, -2) if matrix else decay, gradient.detach(), matrix, True)
+            own = of @ initial.transpose(-1, -2) if matrix else (of * initial).sum_to_size(decay.shape)
         return own, of, None, None

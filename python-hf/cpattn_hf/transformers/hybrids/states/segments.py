@@ -122,6 +122,11 @@ def connected(x: Tensor, *others: Tensor) -> Tensor:
     return out
 
 
+def tensors_of(options: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors among a kernel's further arguments."""
+    return [one for one in options.values() if isinstance(one, Tensor)]
+
+
 def names_of(layer: torch.nn.Module) -> dict[str, Any]:
     """The functions that the layer's forward finds in its module."""
     found: dict[str, Any] = inspect.unwrap(type(layer).forward).__globals__

@@ -4,6 +4,8 @@
 A state decays elementwise: by exp(A · sum of the steps), so a segment's decay comes from its steps alone. Each segment runs from a zero state;
 then a token adds C · (state, decayed up to the token), as the kernel would have. A segment of Mamba-2 that ends its document waits for its
 state, and runs with it: its kernel takes an initial state, that of Mamba-1 takes none.
+
+The last state of Mamba-1's kernel is not used: the backward pass of mamba_ssm's leaves its gradient out. The end state is summed here.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from .segments import Documents, Walk, connected
+from .segments import Documents, Walk, connected, tensors_of
 
 CHUNKS = "mamba2_chunk_scan"
 SCAN = "mamba_selective_scan"
@@ -53,7 +55,9 @@ def chunk_scan(documents: Documents, usual: Callable[..., Any]) -> Callable[...,
                 grown[at] = (A.float() * steps[0, one.rows]).cumsum(0)  # [rows, heads]
                 decay[at] = grown[at][-1].exp()[:, None, None]
 
-        initial, every = walk.states(decay, state, (zero[:, :1, :1], zero), (x, dt, A, B, options.get("dt_bias")))
+        # A kernel is one node of autograd: its final state requires a gradient if anything does that it gets, C and D too.
+        sources = (x, dt, A, B, C, z, *tensors_of(options))
+        initial, every = walk.states(decay, state, (zero[:, :1, :1], zero), sources)
 
         for at, one in enumerate(walk):
             if one.starts:
@@ -76,7 +80,7 @@ def selective_scan(documents: Documents, usual: Callable[..., Any]) -> Callable[
     """The kernel of Mamba-1 for this rank's rows [1, channels, rows], as `usual` is of one document."""
 
     def scanned(u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, **options: Any) -> Tensor:
-        options = options | {"return_last_state": True}
+        options = options | {"return_last_state": False}
         z = options.pop("z", None)
         walk = Walk(documents, u.shape[2])
         steps = _steps(dt[0].T, options.get("delta_bias"), options.get("delta_softplus", False), None)
@@ -88,14 +92,18 @@ def selective_scan(documents: Documents, usual: Callable[..., Any]) -> Callable[
         for at, one in enumerate(walk):
             own = {} if z is None else {"z": z[..., one.rows]}
             parts = (u[..., one.rows], dt[..., one.rows], A, B[..., one.rows], C[..., one.rows])
-            o[at], final = usual(*parts, **(options | own))
-            if not one.ends:
-                state[at] = final[0].float()
+            o[at] = usual(*parts, **(options | own))
+            if one.whole:
+                continue
+            sums = steps[one.rows].cumsum(0)  # [rows, channels]
             if not one.starts:
-                grown[at] = steps[one.rows].cumsum(0)  # [rows, channels]
+                grown[at] = sums
+            if not one.ends:
+                state[at] = _end(steps[one.rows], sums, A.float(), B[0, :, one.rows].float(), u[0, :, one.rows].float())
             if not one.starts and not one.ends:
-                decay[at] = (A.float() * grown[at][-1][:, None]).exp()
+                decay[at] = (A.float() * sums[-1][:, None]).exp()
 
+        # No kernel makes these states, so nothing else that a kernel gets is among their sources.
         initial, every = walk.states(decay, state, (zero, zero), (u, dt, A, B, options.get("delta_bias")))
 
         for at, sums in grown.items():
@@ -114,6 +122,21 @@ def _steps(dt: Tensor, bias: Tensor | None, softplus: bool, limit: tuple[float, 
     steps = dt.float() if bias is None else dt.float() + bias.float()
     steps = F.softplus(steps) if softplus else steps
     return steps if limit is None else steps.clamp(*limit)
+
+
+def _end(steps: Tensor, sums: Tensor, A: Tensor, B: Tensor, u: Tensor) -> Tensor:
+    """The state [channels, state size] in which a segment ends that begins with none, of [rows, channels], those of B and u last. What
+    each token adds decays by the steps after it. The decays are made again in the backward pass."""
+
+    def block(later: Tensor, added: Tensor, A: Tensor, B: Tensor) -> Tensor:
+        with torch.autocast(later.device.type, enabled=False):
+            return torch.einsum("tdn,td,nt->dn", (later[..., None] * A).exp(), added, B)
+
+    blocks = (torch.split(sums[-1] - sums, BLOCK), torch.split(steps * u.T, BLOCK), torch.split(B, BLOCK, -1))
+    found = torch.zeros_like(A)
+    for later, added, of in zip(*blocks, strict=True):
+        found = found + checkpoint(block, later, added, A, of, use_reentrant=False, preserve_rng_state=False)
+    return found
 
 
 def _read(sums: Tensor, A: Tensor, C: Tensor, state: Tensor) -> Tensor:
