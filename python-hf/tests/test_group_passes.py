@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 import unittest
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -18,7 +20,7 @@ except ImportError:
 import blocks
 import models
 import processes
-from cpattn import Error, Slice
+from cpattn import Error, InvalidArgument, Slice
 from cpattn_hf.transformers import ContextParallel, encode_slices
 from test_loss_trial import _of_places, _with
 
@@ -158,6 +160,18 @@ def _refused(rank: int, world: int) -> dict[str, str]:
     said["another dealing"] = _said(lambda: model(**pack))
     said["other passes"] = _said(lambda: cp.passes(long))
     vars(sizes).pop("deal", None)
+    usual = sizes.at
+    if rank:
+
+        def fails(*args: Any) -> Any:
+            raise InvalidArgument("the plan of the second group")
+
+        sizes.at = fails
+    began = time.monotonic()
+    with torch.no_grad():
+        said["plan of one group"] = _said(lambda: model(**models.batch([9, 9])))
+    said["in time"] = str(time.monotonic() - began < 30)
+    vars(sizes).pop("at", None)
     said["after"] = str(bool(torch.isfinite(model(**models.batch([15, 15])).loss)))
     cp.close()
 
@@ -200,6 +214,8 @@ class Refusals(unittest.TestCase):
         "nothing is kept of other batches": "True",
         "another dealing": "the inputs of ranks [1] of this group differ",
         "other passes": "the passes of ranks [1] of this group differ",
+        "plan of one group": "",
+        "in time": "True",
         "after": "True",
         "router, config": "output_router_logits is set and the batch needs 2 passes",
         "router, config, one pass": "True",
@@ -211,6 +227,7 @@ class Refusals(unittest.TestCase):
     }
     OF_ONE_RANK: ClassVar[dict[str, tuple[str, str]]] = {
         "argument of one rank": ("ranks [1] of this group refused their inputs", "the model was given more"),
+        "plan of one group": ("ranks [1] of this group refused their plan", "the plan of the second group"),
     }
 
     def test_on_all_ranks(self) -> None:
@@ -219,6 +236,27 @@ class Refusals(unittest.TestCase):
             for name, text in self.EXPECTED.items():
                 with self.subTest(name, rank=rank):
                     self.assertIn(self.OF_ONE_RANK[name][rank] if name in self.OF_ONE_RANK else text, said[name])
+
+
+def _nodes(rank: int, world: int) -> list[str]:
+    """The nodes by which documents are dealt; and what a group says that has no plan, and the others."""
+    os.environ["LOCAL_WORLD_SIZE"] = "3"
+    cp = ContextParallel(models.build("llama"), group_sizes=(1, 3, 6), timeout=60.0)
+    assert cp.sizes is not None
+    found = [str(cp.sizes.ranks_per_node)]
+    cp.close()
+    os.environ["LOCAL_WORLD_SIZE"] = "4"  # ranks 3, 4 and 5 are on two nodes
+    began = time.monotonic()
+    found.append(_said(lambda: ContextParallel(models.build("llama"), group_sizes=(1, 3), timeout=60.0)))
+    return [*found, str(time.monotonic() - began < 30)]
+
+
+class Nodes(unittest.TestCase):
+    def test_those_of_the_contexts(self) -> None:
+        for rank, (nodes, said, in_time) in enumerate(processes.run(_nodes, 6, seconds=200)):
+            self.assertEqual(nodes, "3")
+            self.assertIn("LOCAL_WORLD_SIZE is 4" if rank > 2 else "ranks [3, 4, 5] of this group refused", said)
+            self.assertEqual(in_time, "True")
 
 
 if __name__ == "__main__":

@@ -125,6 +125,7 @@ class GroupSizes:
         self._dealt: dict[tuple[tuple[int, ...], int, bool], Groups] = {}
         self._kind: dict[str, Any] = {}
         self._chunk = 0  # tokens of a chunk, in a model with chunked attention
+        self.ranks_per_node = 0
         self.transport: GlooTransport | None = None
 
     def describe(self, model: torch.nn.Module, config: Any, found: Found) -> None:
@@ -166,6 +167,7 @@ class GroupSizes:
         if key not in self._dealt:
             room = self.tokens if self._limited() else max(sum(lengths), 1)
             how: dict[str, Any] = {"machine": self.machine, "most_passes": most_passes, **self._kind}
+            how["ranks_per_node"] = self.ranks_per_node
             ends = [0, *accumulate(lengths)]
             self._keep(key, plan_groups(ends, sizes=self.sizes, room=room, world=len(self._members), **how))
         return self._dealt[key]

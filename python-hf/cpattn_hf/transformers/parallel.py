@@ -25,7 +25,7 @@ from cpattn.options import CHOSEN, RUNS, Layout, PlanOptions
 from cpattn.plan import Plan
 from cpattn.torch import Context, GlooTransport
 from cpattn.torch.kernels import of_model
-from cpattn.torch.group import content, digest, compare, compare_names, compare_settings, refusing
+from cpattn.torch.group import content, digest, digests, compare, compare_names, compare_settings, refusing
 from cpattn.torch.group import Collectives, Members
 from cpattn.torch.group import same_weights
 from .adapters import Adapters
@@ -166,8 +166,12 @@ class ContextParallel(Calls):
             else:
                 self.sizes.describe(model, self.config, self._found)
                 self.sizes.open()
-                for size in self.sizes.sizes:
-                    self.sizes.at(size, model.dtype, self._made)
+                with refusing(self.transport):
+                    for size in self.sizes.sizes:
+                        largest = self.sizes.at(size, model.dtype, self._made)
+                    nodes = largest.batch((0, 1)).plan.describe().ranks_per_node
+                # 0 in a group inside of one node.
+                self.sizes.ranks_per_node = max(digests(self.transport, "arguments", 2 * nodes + 1)) // 2
                 with refusing(self.transport):  # a machine that has no such kernels, for example
                     self.sizes.deal((1,))
         except BaseException as error:
@@ -399,14 +403,15 @@ class ContextParallel(Calls):
 
     def _of_group(self, sizes: GroupSizes, group: RankGroup, found: Pack, items: Any, reader: Reader | None) -> Forward:
         """This rank's part of the documents of its group."""
-        pack, places = found.part(group.documents)
-        views = Views(
-            pack, lambda dtype: sizes.at(group.ranks, dtype, self._made).batch(pack.cu_seqlens), self._found.blocks
-        )
-        batch = views.batch(self.model.dtype)
         with refusing(self.transport):
+            pack, places = found.part(group.documents)
+            views = Views(
+                pack, lambda dtype: sizes.at(group.ranks, dtype, self._made).batch(pack.cu_seqlens), self._found.blocks
+            )
+            batch = views.batch(self.model.dtype)
             if self._mixers.recurrent == "states" and batch.plan.describe().layout == Layout.STRIPED:
                 raise striped()
+        digests(self.transport, "plan", 1)  # a group whose plan failed is not waited for in the model
         forward = Forward(
             pack,
             views,
