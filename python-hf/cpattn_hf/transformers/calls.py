@@ -17,8 +17,11 @@ from cpattn.options import PlanOptions
 from cpattn.plan import Plan
 from cpattn.torch.group import DTYPES, compare, digest, refusing
 from cpattn.torch.group import Collectives
-from .inputs import documents
+from .groups import PassNames, lengths_of
+from .inputs import checked, documents, items_of, refuse_loss, shifts
+from .loss_trial import PLACES
 from .mtp import Heads, MultiToken
+from .pack import TAKEN
 from .scores import LogProbs, Reader, Scores, spread
 from .timeline import line
 
@@ -37,6 +40,7 @@ class Calls:
     def __init__(self, model: Any, **_: Any) -> None: ...
 
     model: Any
+    config: Any
     rank: int
     factor: float
     last: Forward | None
@@ -111,28 +115,41 @@ class Calls:
         finally:
             self._asked = None
 
-    def passes(self, inputs: Mapping[str, Any]) -> list[dict[str, Tensor]]:
+    def passes(self, inputs: Mapping[str, Any]) -> list[dict[str, Any]]:
         """The batches of the passes of a step, where groups change size (`group_sizes`): the documents of a batch (`inputs`) that has more tokens than
         the ranks have room for at once, in passes of about as much work on all ranks. Call the model with each and add up the losses and gradients:
-        they are those of the whole batch, divided by `num_items_in_batch`, which each batch has. One batch, if there is room for all. All ranks call it with the same batch."""
+        they are those of the whole batch, divided by `num_items_in_batch`, which each batch has. Arguments that are not of tokens are in each batch
+        as they are. One batch, if there is room for all, unless several cost less. Several with `output_router_logits` are refused: the router's
+        loss is no sum over passes. All ranks call it with the same batch."""
+        need = "all ranks of a group need the same batch"
         with refusing(self.transport):
-            if self.sizes is None:
+            if (sizes := self.sizes) is None:
                 raise InvalidArgument(
                     "passes needs groups that change size: make ContextParallel with group_sizes and group_tokens"
                 )
             instance("inputs", inputs, Mapping, BATCH)
             if inputs.get("input_ids") is None:
                 raise InvalidArgument("inputs has no input_ids, which are needed: passes are made of whole documents")
-            found = documents(self.model, self._found, inputs)
-            items = inputs.get("num_items_in_batch")
-            made = list(self.sizes.passes(found, found.count if items is None else items))
-        compare(
-            self.transport,
-            "inputs",
-            digest(found.bytes() + repr(items).encode()),
-            "all ranks of a group need the same batch",
-        )
-        return made
+            found = checked(self.model, self.config, self._found, inputs)
+            sizes.refuse(found)
+            if self._found.loss == PLACES:  # each batch has shift_labels, which the model would accept
+                refuse_loss(self.model, self._found, found, inputs)
+            items = items_of(found, inputs)
+        compare(self.transport, "inputs", digest(found.bytes() + repr(items).encode()), need)
+        with refusing(self.transport):
+            dealt = sizes.deal(lengths_of(found))
+            routed = inputs.get("output_router_logits")
+            routed = getattr(self.config, "output_router_logits", False) if routed is None else routed
+            if routed and len(dealt.passes) > 1:
+                raise Unsupported(
+                    f"output_router_logits is set and the batch needs {len(dealt.passes)} passes, over which the router's loss is no sum: allow more "
+                    f"group_tokens (now {sizes.tokens}), or set model.config.output_router_logits = False"
+                )
+        compare(self.transport, "passes", digest(repr(dealt.passes).encode()), need)
+        others = {name: value for name, value in inputs.items() if name not in TAKEN}
+        labels, count = "shift_labels" if shifts(self.model) else "labels", found.count if items is None else items
+        given = inputs.get("position_ids") is not None
+        return sizes.passes(found, dealt, PassNames(given, self._found.named, labels, count, others))
 
     def _one_size(self, what: str) -> None:
         if self.sizes is not None:

@@ -11,12 +11,11 @@ other. A rank whose group has no documents runs the model on one token without a
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from cpattn import UNLIMITED, plan_groups
 from cpattn.arguments import attempt, refused, whole
@@ -95,6 +94,17 @@ def token_flops(model: torch.nn.Module, config: Any, layers: int) -> int:
     return 2 * total // max(layers, 1)
 
 
+class PassNames(NamedTuple):
+    """What the batches of passes have of a batch: whether it has position_ids, the names of the arguments for token types and for the labels of tokens,
+    by what the loss is divided, and its arguments that are not of tokens."""
+
+    positions: bool
+    types: str
+    labels: str
+    items: float
+    others: Mapping[str, Any]
+
+
 class GroupSizes:
     """The groups of each size that this rank is in, and how documents are dealt over them."""
 
@@ -111,8 +121,11 @@ class GroupSizes:
         self._members, self._number, self._timeout = tuple(members), number, timeout
         self._contexts: dict[tuple[int, torch.dtype], Context] = {}
         self._collectives: dict[int, Collectives] = {}
-        self._dealt: dict[tuple[tuple[int, ...], int], Groups] = {}
+        # By the lengths of the documents, the most passes, and whether the room is limited.
+        self._dealt: dict[tuple[tuple[int, ...], int, bool], Groups] = {}
         self._kind: dict[str, Any] = {}
+        self._chunk = 0  # tokens of a chunk, in a model with chunked attention
+        self.ranks_per_node = 0
         self.transport: GlooTransport | None = None
 
     def describe(self, model: torch.nn.Module, config: Any, found: Found) -> None:
@@ -122,6 +135,8 @@ class GroupSizes:
         known = ("heads", "kv_heads", "head_dim", "value_dim", "window_left", "window_right")
         self._kind = {name: kind[name] for name in known if name in kind}
         self._kind |= {"token_flops": token_flops(model, config, count), "dtype": DTYPES[model.dtype]}  # type: ignore[index]
+        chunks = "chunked_attention" in (getattr(config, "layer_types", None) or ("chunked_attention",))
+        self._chunk = chunks * (getattr(config, "attention_chunk_size", None) or 0)
 
     def open(self) -> None:
         """All ranks call it. The transport of all ranks; `at` opens the groups."""
@@ -143,60 +158,84 @@ class GroupSizes:
             self._collectives[size] = Collectives(self.members(size), self._timeout)
         return self._collectives[size]
 
+    def _limited(self) -> bool:
+        return self.tokens > 0 and torch.is_grad_enabled()
+
     def deal(self, lengths: tuple[int, ...], most_passes: int = 0) -> Groups:
         """The groups of each pass, of documents of these lengths. A pass without gradients has room for all."""
-        limited = self.tokens > 0 and torch.is_grad_enabled()
-        key = (lengths, most_passes if limited else -1)
+        key = (lengths, most_passes, self._limited())
         if key not in self._dealt:
-            room = self.tokens if limited else max(sum(lengths), 1)
+            room = self.tokens if self._limited() else max(sum(lengths), 1)
             how: dict[str, Any] = {"machine": self.machine, "most_passes": most_passes, **self._kind}
+            how["ranks_per_node"] = self.ranks_per_node
             ends = [0, *accumulate(lengths)]
-            self._dealt[key] = plan_groups(ends, sizes=self.sizes, room=room, world=len(self._members), **how)
-            while len(self._dealt) > KEPT:
-                del self._dealt[next(iter(self._dealt))]
+            self._keep(key, plan_groups(ends, sizes=self.sizes, room=room, world=len(self._members), **how))
         return self._dealt[key]
 
-    def group_of(self, pack: Pack) -> RankGroup:
-        """This rank's group in a pass with all of these documents, which may be without any."""
+    def _keep(self, key: tuple[tuple[int, ...], int, bool], groups: Groups) -> None:
+        self._dealt.pop(key, None)  # the newest is the last one
+        self._dealt[key] = groups
+        while len(self._dealt) > KEPT:
+            del self._dealt[next(iter(self._dealt))]
+
+    def refuse(self, pack: Pack) -> None:
+        """Refuses what the documents of one group cannot have, and what only some groups would refuse, while the others wait for them."""
         if pack.slices is not None:
             raise Unsupported(
                 f"slices are given and group_sizes is {self.sizes}, which deals documents that attend to themselves alone: leave one of them out"
             )
-        lengths = tuple(b - a for a, b in pairwise(pack.cu_seqlens))
-        if self.tokens and torch.is_grad_enabled() and len(pack.ids) > self.tokens * len(self._members):
+        begins = pack.positions[[a for a, b in pairwise(pack.cu_seqlens) if a < b]] - pack.first
+        if pack.by_positions and 0 < self._chunk < max(pack.longest, pack.reach) and bool(begins.any()):
+            raise Unsupported(
+                f"position_ids of documents begin with {sorted(set(begins.tolist()))[:5]}, and the model has chunked attention, whose chunks begin "
+                "with the document: give position_ids that begin with 0, or leave them out"
+            )
+
+    def groups_of(self, pack: Pack) -> tuple[RankGroup, ...]:
+        """The groups with documents, in a pass with all of these documents."""
+        self.refuse(pack)
+        if self._limited() and len(pack.ids) > self.tokens * len(self._members):
             raise InvalidArgument(
                 f"the batch has {len(pack.ids)} tokens, and {len(self._members)} ranks of group_tokens={self.tokens} have room for "
                 f"{self.tokens * len(self._members)} in a pass: call the model with each of cp.passes(batch), or allow more group_tokens"
             )
-        passes = self.deal(lengths, 1).passes
-        for group in passes[0] if passes else ():
+        passes = self.deal(lengths_of(pack), 1).passes
+        assert len(passes) <= 1
+        return passes[0] if passes else ()
+
+    def own_of(self, groups: Sequence[RankGroup]) -> RankGroup:
+        """This rank's group, which may be without documents."""
+        for group in groups:
             if group.first_rank <= self._number < group.first_rank + group.ranks:
                 return group
         least = self.sizes[0]
         return RankGroup(self._number // least * least, least, ())
 
-    def passes(self, pack: Pack, items: float) -> Iterator[dict[str, Tensor]]:
-        """The batches of the passes that these documents need. A pass is dealt again as it was dealt here."""
-        lengths = tuple(b - a for a, b in pairwise(pack.cu_seqlens))
-        for groups in self.deal(lengths).passes:
+    def passes(self, pack: Pack, dealt: Groups, names: PassNames) -> list[dict[str, Any]]:
+        """The batches of the passes of a dealing. A pass is dealt again as it was dealt here."""
+        lengths, batches = lengths_of(pack), []
+        for groups in dealt.passes:
             documents = sorted(d for group in groups for d in group.documents)
             place = {d: at for at, d in enumerate(documents)}
             own = tuple(g._replace(documents=tuple(place[d] for d in g.documents)) for g in groups)
-            key = (tuple(lengths[d] for d in documents), 1)
-            self._dealt.setdefault(key, Groups((own,), 0, 0))
+            self._keep((tuple(lengths[d] for d in documents), 1, self._limited()), Groups((own,), 0, 0))
             part, _ = pack.part(documents)
-            batch = {"input_ids": part.ids[None], "position_ids": part.positions[None]}
+            batch: dict[str, Any] = {**names.others, "input_ids": part.ids[None]}
             batch["cu_seqlens"] = torch.tensor(part.cu_seqlens, dtype=torch.int32, device=part.ids.device)
             for name, of in (
-                ("shift_labels", part.labels),
+                ("position_ids" if names.positions else "", part.positions),
+                (names.types, part.types),
+                (names.labels, part.labels),
                 ("loss_weights", part.weights),
-                ("router_weights", part.router_weights),
+                # In several passes no router has a loss, and a pass may have the tokens that do not count in it.
+                ("router_weights" if len(dealt.passes) == 1 else "", part.router_weights),
             ):
-                if of is not None:
+                if name and of is not None:
                     batch[name] = of[None]
             if part.labels is not None:
-                batch["num_items_in_batch"] = torch.tensor(items, device=part.ids.device)
-            yield batch
+                batch["num_items_in_batch"] = torch.tensor(names.items, device=part.ids.device)
+            batches.append(batch)
+        return batches
 
     def runs(self) -> int:
         """How often attention has run, in all groups."""
@@ -211,6 +250,10 @@ class GroupSizes:
         if self.transport is not None:
             self.transport.release()
         self._contexts, self._collectives, self.transport = {}, {}, None
+
+
+def lengths_of(pack: Pack) -> tuple[int, ...]:
+    return tuple(b - a for a, b in pairwise(pack.cu_seqlens))
 
 
 def tokens_of(tokens: Any) -> int:

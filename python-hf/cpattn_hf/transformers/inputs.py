@@ -13,8 +13,10 @@ import torch
 from transformers import Cache
 
 from cpattn import UNLIMITED
+from cpattn.arguments import attempt, refused
 from cpattn.errors import InvalidArgument, Unsupported
 from .attention import _tensors
+from .loss_trial import PLACES as AT_PLACES
 from .masks import ARGUMENTS
 from .pack import TAKEN, Pack, pack, shared, within
 from .probe import Found
@@ -40,10 +42,34 @@ def loss_of(model: Any) -> str:
     return str(getattr(getattr(model, "loss_function", None), "__name__", "ForCausalLMLoss"))
 
 
+def shifts(model: Any) -> bool:
+    """Whether the label of a token of the model is the next one."""
+    return LOSSES.get(loss_of(model), True)
+
+
 def documents(model: Any, known: Found, inputs: Mapping[str, Any]) -> Pack:
     if known.pooled:  # labels of rows
         inputs = {name: value for name, value in inputs.items() if name != "labels"}
-    return pack(inputs, known.first, LOSSES.get(loss_of(model), True), known.skips)
+    return pack(inputs, known.first, shifts(model), known.skips)
+
+
+def items_of(found: Pack, inputs: Mapping[str, Any]) -> float | None:
+    """By what the loss of a call is divided, as the call says: None for the number of its labels, or the sum of their weights."""
+    if (number := inputs.get("num_items_in_batch")) is None:
+        if found.weights is not None and found.count == 0:
+            raise InvalidArgument(
+                "loss_weights of the tokens with a label sum up to 0, by which the loss is divided: give num_items_in_batch, or other weights"
+            )
+        return None
+    if (items := attempt(float, number)) is None:
+        raise refused("num_items_in_batch", number, "a number is needed")
+    return items
+
+
+def refuse_loss(model: Any, known: Found, found: Pack, inputs: Mapping[str, Any]) -> None:
+    """Refuses labels of a model whose loss is not that of its labels."""
+    if found.labels is not None and known.loss and (known.loss != AT_PLACES or inputs.get("shift_labels") is None):
+        raise Unsupported(f"labels are given to {type(model).__name__}: {known.loss}")
 
 
 def checked(

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cpattn.arguments import attempt, flag, refused, whole
+from cpattn.arguments import flag, refused, whole
 from cpattn.arguments import keywords, misspelt, named
 from cpattn.errors import Error, InvalidArgument, Unsupported
 from cpattn.groups import RankGroup
@@ -25,7 +25,7 @@ from cpattn.options import CHOSEN, RUNS, Layout, PlanOptions
 from cpattn.plan import Plan
 from cpattn.torch import Context, GlooTransport
 from cpattn.torch.kernels import of_model
-from cpattn.torch.group import content, digest, compare, compare_names, compare_settings, refusing
+from cpattn.torch.group import content, digest, digests, compare, compare_names, compare_settings, refusing
 from cpattn.torch.group import Collectives, Members
 from cpattn.torch.group import same_weights
 from .adapters import Adapters
@@ -36,9 +36,8 @@ from .dropout import ByPlace
 from .forward import Forward
 from .groups import GroupSizes, refuse_beside, sizes_of, tokens_of
 from .images import Images
-from .inputs import LOSSES, checked, loss_of
+from .inputs import LOSSES, checked, items_of, loss_of, refuse_loss, shifts
 from .integrity import Integrity, configs_of
-from .loss_trial import PLACES
 from .mesh import group_of
 from .mixers import Mixer, Mixers, striped
 from .mtp import MultiToken
@@ -170,8 +169,12 @@ class ContextParallel(Calls):
             else:
                 self.sizes.describe(model, self.config, self._found)
                 self.sizes.open()
-                for size in self.sizes.sizes:
-                    self.sizes.at(size, model.dtype, self._made)
+                with refusing(self.transport):
+                    for size in self.sizes.sizes:
+                        largest = self.sizes.at(size, model.dtype, self._made)
+                    nodes = largest.batch((0, 1)).plan.describe().ranks_per_node
+                # 0 in a group inside of one node.
+                self.sizes.ranks_per_node = max(digests(self.transport, "arguments", 2 * nodes + 1)) // 2
                 with refusing(self.transport):  # a machine that has no such kernels, for example
                     self.sizes.deal((1,))
         except BaseException as error:
@@ -340,10 +343,7 @@ class ContextParallel(Calls):
                 if torch.is_grad_enabled():
                     refuse_combining(self.model, self._alike["gradients"])
                 images = self._images.given(inputs)
-                found, items = (
-                    checked(self.model, self.config, self._found, inputs, images),
-                    inputs.get("num_items_in_batch"),
-                )
+                found = checked(self.model, self.config, self._found, inputs, images)
                 if self._kept and (images or inputs.get("input_ids") is None):
                     raise Unsupported(
                         f"{', '.join(sorted(images)) or 'inputs_embeds'} is given to a head that reads one token of each row: it needs input_ids alone"
@@ -352,12 +352,7 @@ class ContextParallel(Calls):
                     raise Unsupported(
                         "slices are given to a model with layers that mix whole documents, which know no slices: give each answer its own prompt"
                     )
-                if items is None and found.weights is not None and found.count == 0:
-                    raise InvalidArgument(
-                        "loss_weights of the tokens with a label sum up to 0, by which the loss is divided: give num_items_in_batch, or other weights"
-                    )
-                if items is not None and (items := attempt(float, given := items)) is None:
-                    raise refused("num_items_in_batch", given, "a number is needed")
+                items = items_of(found, inputs)
                 reader = self._asked or reader_of(self, self._kept, inputs)
                 if self._ahead:
                     self._ahead.check(
@@ -365,11 +360,10 @@ class ContextParallel(Calls):
                         reader is not None,
                         bool(images),
                         inputs.get("input_ids") is not None,
-                        LOSSES.get(loss_of(self.model), True),
+                        shifts(self.model),
                     )
-                if found.labels is not None and reader is None and (own := self._found.loss):
-                    if own != PLACES or inputs.get("shift_labels") is None:
-                        raise Unsupported(f"labels are given to {type(self.model).__name__}: {own}")
+                if reader is None:
+                    refuse_loss(self.model, self._found, found, inputs)
                 if reader and found.weights is not None:
                     raise Unsupported(
                         "loss_weights are given where the loss is not that of labels of tokens: leave them out, and weigh the results"
@@ -378,14 +372,14 @@ class ContextParallel(Calls):
                     raise Unsupported(
                         "slices are given to a head that reads one token of each row: give each answer its own row"
                     )
-                group = None if self.sizes is None else self.sizes.group_of(found)
-                more = reader.bytes() if reader else b""
+                groups = None if self.sizes is None else self.sizes.groups_of(found)
+                more = (reader.bytes() if reader else b"") + repr(groups).encode()
                 more += content(self._images.compared(inputs, images)).encode()
             if self._images:
                 compare_names(transport, self._images.names, images, need)
             compare(transport, "inputs", digest(found.bytes() + repr(items).encode() + more), need)
-        if self.sizes is not None and group is not None:
-            return self._of_group(self.sizes, group, found, items, reader)
+        if self.sizes is not None and groups is not None:
+            return self._of_group(self.sizes, self.sizes.own_of(groups), found, items, reader)
         views = Views(
             found, lambda dtype: self._context(dtype).batch(found.cu_seqlens, slices=found.slices), self._found.blocks
         )
@@ -413,14 +407,15 @@ class ContextParallel(Calls):
 
     def _of_group(self, sizes: GroupSizes, group: RankGroup, found: Pack, items: Any, reader: Reader | None) -> Forward:
         """This rank's part of the documents of its group."""
-        pack, places = found.part(group.documents)
-        views = Views(
-            pack, lambda dtype: sizes.at(group.ranks, dtype, self._made).batch(pack.cu_seqlens), self._found.blocks
-        )
-        batch = views.batch(self.model.dtype)
         with refusing(self.transport):
+            pack, places = found.part(group.documents)
+            views = Views(
+                pack, lambda dtype: sizes.at(group.ranks, dtype, self._made).batch(pack.cu_seqlens), self._found.blocks
+            )
+            batch = views.batch(self.model.dtype)
             if self._mixers.recurrent == "states" and batch.plan.describe().layout == Layout.STRIPED:
                 raise striped()
+        digests(self.transport, "plan", 1)  # a group whose plan failed is not waited for in the model
         forward = Forward(
             pack,
             views,
