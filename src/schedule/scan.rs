@@ -41,8 +41,8 @@ pub enum ScanForm {
     Chain,
     /// In ⌈log₂ S⌉ exchanges, each of a state and a decay.
     Tree,
-    /// In one exchange: each rank gets state and decay of all segments before its last. S² messages and rows, and so for
-    /// at most 1,024 segments.
+    /// In one exchange: each rank gets state and decay of all segments before its last. S² messages and rows, and so
+    /// for at most 1,024 segments.
     Direct,
 }
 
@@ -155,18 +155,18 @@ const BYTES_PER_NS: u128 = 100;
 /// Multiply-adds of f32 that a rank makes in a nanosecond.
 const PRODUCTS_PER_NS: u128 = 10_000;
 
-/// The most segments of a document for which `Auto` takes [`ScanForm::Direct`], whose messages and rows are the square of
-/// them: small states save microseconds by it, planning and workspace grow without end.
+/// The most segments of a document for which `Auto` takes [`ScanForm::Direct`], whose messages and rows are the square
+/// of them: small states save microseconds by it, planning and workspace grow without end.
 const MOST_CHOSEN_DIRECT: usize = 64;
 /// The most for which it may be asked for.
 const MOST_DIRECT: usize = 1 << 10;
 
-/// The most segments of a document: on many ranks it has as many as ranks, stripes of a token have one for each token. A
-/// chain over more takes that many exchanges, and a tree seconds to plan.
+/// The most segments of a document: on many ranks it has as many as ranks, stripes of a token have one for each token.
+/// A chain over more takes that many exchanges, and a tree seconds to plan.
 const MOST_SEGMENTS: usize = 1 << 12;
 
-/// The most places in all documents where a state passes from one segment to the next. Thousands of short documents, each
-/// of few segments, are planned in less time than one long one in stripes.
+/// The most places in all documents where a state passes from one segment to the next. Thousands of short documents,
+/// each of few segments, are planned in less time than one long one in stripes.
 const MOST_PASSES: usize = 1 << 16;
 
 const FEWER_SEGMENTS: &str = "layout contiguous has one for each rank and document, zigzag two";
