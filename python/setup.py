@@ -108,7 +108,7 @@ class Platform(Distribution):
 
     def parse_config_files(self, *arguments, **named):
         super().parse_config_files(*arguments, **named)
-        # One project, so that what needs cpattn==0.2.0 takes either wheel, and only one of them is installed.
+        # One project, so that what needs one version of cpattn takes either wheel, and only one of them is installed.
         if PLANNER and "+" not in self.metadata.version:
             self.metadata.version += "+planner"
 

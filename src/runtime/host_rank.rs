@@ -318,7 +318,10 @@ impl Backend for HostRank {
                             seed: prepared.dropout_seed,
                         };
                         let chosen = watched(transport, &self.failure, || {
-                            let Some(listed) = self.listed.choose(&of_run, &lists, transport)? else { return Ok(None) };
+                            // What is kept of a failure is what the run returns.
+                            let chosen = self.listed.choose(&of_run, &lists, transport);
+                            let chosen = chosen.map_err(|error| error.described(|| prepared.describe()))?;
+                            let Some(listed) = chosen else { return Ok(None) };
                             let needed = listed.schedule.workspace;
                             let place = grown(&mut self.workspace, needed)?;
                             let used = listed.expected.used(tensors).map(|(_, name, raw)| (name, *raw));

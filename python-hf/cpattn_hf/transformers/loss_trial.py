@@ -26,16 +26,18 @@ def of_labels(logits: Tensor, labels: Tensor, shifted: bool) -> Tensor:
     return F.cross_entropy(logits.double(), labels)
 
 
-def difference(model: Any, out: Any, labels: Tensor, shifted: bool, most: float) -> str:
+def difference(model: Any, out: Any, labels: Tensor, shifted: bool) -> str:
     """What a model's loss is instead, and the way out; nothing if it is the expected one, or if the model makes none.
 
     A router's loss, which `router` adds, is a part of it where the model says so."""
     loss, logits, aux = (out.get(name) for name in ("loss", "logits", "aux_loss"))
     if not isinstance(loss, Tensor) or not isinstance(logits, Tensor):
         return ""
+    # Most models make it in f32 of logits in half precision; some in half precision.
+    most = 2e-5 if loss.dtype in (torch.float32, torch.float64) else 0.02
     router = torch.zeros((), dtype=torch.float64)
     if isinstance(aux, Tensor):
-        weights = (getattr(one, name, None) for one in (model, model.config) for name in WEIGHT)
+        weights = (getattr(one, name, None) for one in (model, model.config.get_text_config()) for name in WEIGHT)
         router = aux.double() * next((value for value in weights if value is not None), 0.0)
 
     def is_loss(usual: Tensor) -> bool:

@@ -82,6 +82,17 @@ def trial(model: Any) -> Iterator[None]:
             module.reshard()
 
 
+@contextmanager
+def may_fail(model: Any) -> Iterator[None]:
+    """Around a pass in a `trial` whose exception is no failure of the trial."""
+    try:
+        yield
+    except Exception:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                _end(module)
+
+
 def _end(module: Any) -> None:
     """Ends a forward pass of FSDP2 that has failed: as long as it takes a module to be in one, `reshard` may do nothing. PyTorch has no public
     function for it."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +27,7 @@ from .hybrids.states.segments import Segment
 from .loss_trial import difference
 from .masks import ARGUMENTS, SAMPLE, TYPES, Blocks, Parts, Window, rule
 from .mixers import Mixers
-from .owners import trial
+from .owners import may_fail, trial
 from .places import Places, far_position
 from .pooled import Kept
 from .zero import shape_of
@@ -247,14 +246,12 @@ def probe(
                 distance = max(distance, _far(logits, every, some, far, tables, gap))
             skips = bool(first) and _skips(logits, ids, every, first or 0)
             loss = ""
-            if kept is None and shifted is not None and "labels" in takes:
-                with suppress(Exception):  # it may want other inputs beside labels
-                    loss = difference(
-                        model, outputs(every, first, labels=ids[None]), ids, shifted, 2e-5 if most < 0.1 else 0.02
-                    )
+            if kept is None and shifted is not None:
+                with may_fail(model):  # it may take no labels, or want other inputs beside them
+                    loss = difference(model, outputs(every, first, labels=ids[None]), ids, shifted)
             if named and not types:
                 types, blocks = _typed(
-                    forward, logits, torch.arange(len(SAMPLE), device=words.device) % len(ids), first or 0, most
+                    model, forward, logits, torch.arange(len(SAMPLE), device=words.device) % len(ids), first or 0, most
                 )
             if forward.conflicts:
                 raise Unsupported(forward.conflicts[0])
@@ -329,7 +326,7 @@ def _skips(logits: Callable[..., Tensor], ids: Tensor, order: Tensor, first: int
 
 
 def _typed(
-    forward: Alone, logits: Callable[..., Tensor], order: Tensor, first: int, most: float
+    model: Any, forward: Alone, logits: Callable[..., Tensor], order: Tensor, first: int, most: float
 ) -> tuple[int, Blocks | None]:
     """The number of types that a model without a table of types takes, 0 if it does something else with them than blocks in its masks, and
     the rule of the blocks."""
@@ -337,7 +334,7 @@ def _typed(
     found: tuple[int, Blocks | None] = (0, None)
     forward.numbers, forward.conflicts = [], []
     # It may take other types, or none without its other inputs: a batch with types is then refused.
-    with suppress(Exception):
+    with may_fail(model):
         typed = logits(order, first, torch.tensor(SAMPLE, device=order.device))
         if float((typed - usual).abs().max()) <= most * float(usual.std()):
             found = TYPES, rule(forward.numbers)
