@@ -866,8 +866,8 @@ typedef struct cpattn_purpose {
 
 /* Does everything that may allocate for runs of this plan: CPATTN_FORWARD or CPATTN_BACKWARD, purpose NULL; CPATTN_TO_HEADS,
  * CPATTN_TO_TOKENS or CPATTN_COMBINE, with what it is of. On a device it also loads the kernels, which can take the driver
- * seconds, and may wait for earlier runs. Optional: otherwise the first run does it. A rank keeps the last 16 prepared pairs of a
- * plan and one of these. */
+ * seconds, and may wait for earlier runs. Optional: otherwise the first run does it, as it does for a scan, which this does not
+ * take. A rank keeps the last 16 prepared pairs of a plan and one of these. */
 int32_t cpattn_rank_prepare(cpattn_rank *rank, const cpattn_plan *plan, int32_t direction, const cpattn_purpose *purpose);
 
 /* cpattn_ring_check with a rank, between runs, for any group. On a device it waits for the work the rank enqueued. With links
@@ -1110,8 +1110,9 @@ int32_t cpattn_plan_combine_workspace(const cpattn_plan *plan, uint32_t rank, in
  * initial_state[i].
  *
  * form: how states travel along a document of S segments. CHAIN: S - 1 exchanges, each of a state. TREE: log2(S) exchanges, each of
- * a state and a decay. DIRECT: one exchange, all earlier states and decays to each rank. AUTO: what is predicted to take the least
- * time, for each document. Every form gives the same bits in every run; two forms round differently. */
+ * a state and a decay. DIRECT: one exchange, all earlier states and decays to each rank, for at most 1024 segments. AUTO: for each
+ * document what takes the least time by counts of bytes and products over the link of one node; DIRECT for at most 64 segments. A
+ * document of more than 4096 segments is refused. Every form gives the same bits in every run; two forms round differently. */
 #define CPATTN_DECAY_DIAGONAL 0
 #define CPATTN_DECAY_MATRIX 1
 #define CPATTN_SCAN_AUTO 0

@@ -115,7 +115,8 @@ def _wrapped(rank: int, world: int, names: list[str], file: str) -> list[str]:
 
 
 def _frozen(rank: int, world: int, names: list[str], file: str) -> list[str]:
-    """Only one weight of the last recurrent layer trains: no rank leaves out an exchange of the backward pass."""
+    """Only one weight of the last recurrent layer trains: no rank leaves out an exchange of the backward pass, and layers before it keep
+    nothing for it."""
     wrong = []
     for name in names:
         found = []
@@ -125,6 +126,13 @@ def _frozen(rank: int, world: int, names: list[str], file: str) -> list[str]:
             chosen = {id(p) for p in list(layers[-1].parameters())[:1]}
             for p in model.parameters():
                 p.requires_grad_(id(p) in chosen)
+
+            def frozen(layer: Any, args: Any, out: Any) -> None:
+                if (out[0] if isinstance(out, tuple) else out).requires_grad:
+                    wrong.append(f"{name} {recurrent}: a frozen layer's output requires grad")
+
+            for layer in layers[:-1]:
+                layer.register_forward_hook(frozen)
             cp = ContextParallel(model, gradients="sum", timeout=60, recurrent=recurrent)
             for lengths in PACKS:
                 model(**models.batch(lengths)).loss.backward()

@@ -105,8 +105,8 @@ class CombineTo(enum.IntEnum):
 
 
 class ScanForm(enum.IntEnum):
-    """How states travel along a document: from segment to segment; in log2(segments) exchanges of states and decays; all at once. AUTO is
-    what is predicted to take the least time."""
+    """How states travel along a document: from segment to segment; in log2(segments) exchanges of states and decays; all at once. AUTO
+    takes the least time by counts of bytes and products over the link of one node."""
 
     AUTO, CHAIN, TREE, DIRECT = range(4)
 

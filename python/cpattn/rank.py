@@ -75,7 +75,8 @@ class Rank:
         self._interruptible.close()
 
     def prepare(self, plan: Plan, direction: Direction) -> None:
-        """Does everything that may allocate or wait; otherwise the first run does it."""
+        """Does everything that may allocate or wait for forward or backward passes; otherwise the first run does it. The first run of an
+        all-to-all, a combine or a scan prepares itself."""
         self._run("rank_prepare", _handle(plan), one_of("direction", direction, Direction).value, None)
 
     def forward(

@@ -124,7 +124,7 @@ def drawn(rank: int, world: int, kernels: str, problems: int) -> None:
 
 
 def in_programs(rank: int, world: int, kernels: str) -> None:
-    """In a graph, under checkpointing, in two batches whose backward passes come after both forward passes, and differentiated twice."""
+    """In a graph, under checkpointing, in two batches whose backward passes come after both forward passes."""
     context = Context(heads=4, head_dim=8, layout="contiguous", ring=world, ulysses=1, kernels=kernels)
     batches = context.batch([0, 5, 40]), context.batch([0, 3, 4, 33, 61])
     inputs = []
@@ -145,30 +145,85 @@ def in_programs(rank: int, world: int, kernels: str) -> None:
     for function in (graph, lambda *x: checkpoint(layer, *x, use_reentrant=False)):
         for x, y in zip(step(function), want, strict=True):
             assert torch.allclose(x, y, rtol=1e-5, atol=1e-6), (x, y)
-    # The gradient of a gradient, beside finite differences of this rank's numbers alone; the other ranks take part.
-    decay, state = (x.detach().double().requires_grad_() for x in inputs[0])
-    first = torch.autograd.grad(batches[0].scan(decay, state).square().sum(), (decay, state), create_graph=True)
-    second = torch.autograd.grad(first[0].square().sum() + first[1].square().sum(), (decay, state))
-    assert all(x.isfinite().all() for x in second)
     dist.barrier()
     context.close()
 
 
-def under_autocast(rank: int, world: int, kernels: str) -> None:
-    """States and gradients have the same bits under autocast, and their dtype."""
+def twice(rank: int, world: int, kernels: str) -> None:
+    """The gradient of a gradient, beside a loop over all ranks' numbers in one process that is differentiated twice."""
+    context = Context(heads=4, head_dim=8, layout="zigzag", ring=world, ulysses=1, kernels=kernels)
+    batch = context.batch([0, 3, 40])
+    for kind in KINDS:
+        generator, (of_decay, of_state, matrix) = torch.Generator().manual_seed(5), kind
+        counts = [len(batch.plan.segments(r)) for r in range(world)]
+
+        def drawn(shape: tuple[int, ...]) -> list[Tensor]:
+            every = [torch.rand(n, *shape, generator=generator, dtype=torch.float64) for n in counts]
+            return [(x - 0.3).requires_grad_() for x in every]
+
+        decay, state = drawn(of_decay), drawn(of_state)
+
+        def second(losses: list[Tensor], of: list[Tensor]) -> list[Tensor]:
+            how = {"allow_unused": True, "materialize_grads": True}
+            first = torch.autograd.grad(sum(losses, torch.zeros(())), of, create_graph=True, **how)
+            size = sum((x.square().sum() for x in first), torch.zeros(()))
+            return [x.detach() for x in (*first, *torch.autograd.grad(size, of, **how))]
+
+        initial = expected(batch, decay, state, matrix)
+        want = second([x.pow(3).sum() for of in initial for x in of], [*decay, *state])
+        got = second([batch.scan(decay[rank], state[rank], matrix=matrix).pow(3).sum()], [decay[rank], state[rank]])
+        for x, y in zip(got, want[rank::world], strict=True):
+            assert (x - y).abs().max() <= 1e-12 * max(1.0, float(y.abs().max())), (kind, x, y)
+    dist.barrier()
+    context.close()
+
+
+def constants(rank: int, world: int, kernels: str) -> None:
+    """A rank whose decays and states are constants, and one without tokens, take part in the backward pass."""
+    context = Context(heads=4, head_dim=8, layout="contiguous", ring=world, ulysses=1, kernels=kernels, timeout=60)
+    for length in (2, 40):  # with 2 tokens a rank has none
+        batch = context.batch([0, length])
+        count = len(batch.segments())
+        layers = [batch.scan]
+        if length == 40:
+            layers.append(torch.compile(lambda x, y: batch.scan(x, y), backend="aot_eager", fullgraph=True))
+        for layer in layers:
+            decay, state = (torch.full((count, 2), 0.5, requires_grad=count > 0 and rank < world - 1) for _ in range(2))
+            initial = layer(decay, state)
+            assert initial.requires_grad
+            (0 * initial.sum() if rank < world - 1 else initial.sum()).backward()
+            if state.requires_grad:
+                behind = sum(bool(batch.plan.segments(r)) for r in range(rank + 1, world)) - 1
+                # What a state adds to the last rank's, half of it for each segment between.
+                last = len(batch.plan.segments(world - 1)) > 0
+                want = 0.5**behind if last else 0.0
+                assert state.grad is not None and torch.allclose(state.grad, torch.full_like(state, want)), (
+                    rank,
+                    state.grad,
+                )
+        # Where no gradient goes through on any rank.
+        with torch.no_grad():
+            assert not batch.scan(decay, state).requires_grad
+    dist.barrier()
+    context.close()
+
+
+def precise(rank: int, world: int, kernels: str) -> None:
+    """Decays' gradients stay float32's where the backward pass is called under autocast, in graphs as well."""
     context = Context(heads=4, head_dim=8, layout="contiguous", ring=world, ulysses=1, kernels=kernels)
-    batch, count = context.batch([0, 40]), 1
-    for shape, matrix in (((2, 8, 8), True), ((2, 1, 1), False)):
-        found = []
-        for enabled in (False, True):
-            draw = torch.Generator().manual_seed(1 + rank)
-            decay = torch.rand(count, *shape, generator=draw, requires_grad=True)
-            state = torch.rand(count, 2, 8, 4, generator=draw, requires_grad=True)
-            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-                initial = batch.scan(decay, state, matrix=matrix)
-                found.append([initial, *torch.autograd.grad(initial.square().sum(), (decay, state))])
-        for alone, cast in zip(*found, strict=True):
-            assert cast.dtype == torch.float32 and torch.equal(alone, cast), (kernels, matrix, alone, cast)
+    batch = context.batch([0, 40])
+    generator = torch.Generator().manual_seed(rank)
+    decay, state = (torch.rand(1, 2, 3, n, generator=generator, requires_grad=True) for n in (3, 4))
+
+    def layer(decay: Tensor, state: Tensor) -> Tensor:
+        return batch.scan(decay, state, matrix=True)
+
+    want = torch.autograd.grad(layer(decay, state).square().sum(), (decay, state))
+    for function in (layer, torch.compile(layer, backend="aot_eager", fullgraph=True)):
+        with torch.autocast("cpu", torch.bfloat16):
+            got = torch.autograd.grad(function(decay, state).square().sum(), (decay, state))
+        for x, y in zip(got, want, strict=True):
+            assert (x - y).abs().max() <= 1e-6 * max(1.0, float(y.abs().max())), (rank, x, y)
     dist.barrier()
     context.close()
 
@@ -222,10 +277,20 @@ class Scan(unittest.TestCase):
             with self.subTest(kernels=kernels):
                 run(in_programs, 2, kernels, seconds=400)
 
-    def test_autocast(self) -> None:
+    def test_differentiated_twice(self) -> None:
         for kernels in ("cpattn", "torch"):
             with self.subTest(kernels=kernels):
-                run(under_autocast, 4, kernels, seconds=400)
+                run(twice, 2, kernels, seconds=400)
+
+    def test_constants_and_no_tokens(self) -> None:
+        for kernels in ("cpattn", "torch"):
+            with self.subTest(kernels=kernels):
+                run(constants, 3, kernels, seconds=400)
+
+    def test_under_autocast(self) -> None:
+        for kernels in ("cpattn", "torch"):
+            with self.subTest(kernels=kernels):
+                run(precise, 3, kernels, seconds=400)
 
     def test_refusals(self) -> None:
         words = [

@@ -34,13 +34,15 @@ pub enum Decay {
 /// How states travel along a document of S segments.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ScanForm {
-    /// For each document whichever of the others is predicted to take the least time.
+    /// For each document whichever of the others takes the least time by counts of bytes and products, over the link of
+    /// one node: 10 µs an exchange, 100 GB/s. Direct for at most 64 segments.
     Auto,
     /// From segment to segment: S − 1 exchanges, each of one state.
     Chain,
     /// In ⌈log₂ S⌉ exchanges, each of a state and a decay.
     Tree,
-    /// In one exchange: each rank gets state and decay of all segments before its last.
+    /// In one exchange: each rank gets state and decay of all segments before its last. S² messages and rows, and so
+    /// for at most 1,024 segments.
     Direct,
 }
 
@@ -114,6 +116,7 @@ impl Scan {
             return self.form;
         }
         let [chain, tree, direct] = [ScanForm::Chain, ScanForm::Tree, ScanForm::Direct].map(|f| self.cost(f, n));
+        let direct = if n <= MOST_CHOSEN_DIRECT { direct } else { u128::MAX };
         // Of equal ones, the one that moves the fewest bytes.
         if chain <= tree && chain <= direct {
             ScanForm::Chain
@@ -152,9 +155,21 @@ const BYTES_PER_NS: u128 = 100;
 /// Multiply-adds of f32 that a rank makes in a nanosecond.
 const PRODUCTS_PER_NS: u128 = 10_000;
 
-/// The most places where a state passes from one segment to the next: a document on many ranks has as many as ranks,
-/// stripes of a token have one for each token.
+/// The most segments of a document for which `Auto` takes [`ScanForm::Direct`], whose messages and rows are the square
+/// of them: small states save microseconds by it, planning and workspace grow without end.
+const MOST_CHOSEN_DIRECT: usize = 64;
+/// The most for which it may be asked for.
+const MOST_DIRECT: usize = 1 << 10;
+
+/// The most segments of a document: on many ranks it has as many as ranks, stripes of a token have one for each token.
+/// A chain over more takes that many exchanges, and a tree seconds to plan.
+const MOST_SEGMENTS: usize = 1 << 12;
+
+/// The most places in all documents where a state passes from one segment to the next. Thousands of short documents,
+/// each of few segments, are planned in less time than one long one in stripes.
 const MOST_PASSES: usize = 1 << 16;
+
+const FEWER_SEGMENTS: &str = "layout contiguous has one for each rank and document, zigzag two";
 
 /// A segment and who has it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -204,9 +219,19 @@ impl Hops {
     /// The steps of a scan over one group.
     ///
     /// # Errors
-    /// A layout that breaks documents in more than [`MOST_PASSES`] places.
+    /// A layout that breaks documents in more than [`MOST_PASSES`] places, or one into more than [`MOST_SEGMENTS`];
+    /// [`ScanForm::Direct`] for more than [`MOST_DIRECT`] segments.
     pub(crate) fn new(plan: &Plan, group: core::ops::Range<usize>, scan: Scan) -> Result<Self> {
         let documents = documents(plan, group, scan.reverse)?;
+        let longest = documents.iter().map(Vec::len).max().unwrap_or(0);
+        let what = |form: &str| format!("{form} over layout {} with {longest} segments of a document", plan.layout());
+        if longest > MOST_SEGMENTS {
+            return Err(Error::unsupported(what("a scan"), format!("at most {MOST_SEGMENTS}"), FEWER_SEGMENTS));
+        }
+        if scan.form == ScanForm::Direct && longest > MOST_DIRECT {
+            let hint = "its messages are the square of them: form auto, chain or tree, or layout contiguous";
+            return Err(Error::unsupported(what("a scan of form direct"), format!("at most {MOST_DIRECT}"), hint));
+        }
         let mut hops = Self { documents, steps: Vec::new() };
         for d in 0..hops.documents.len() {
             let owners: Vec<usize> = hops.documents[d].iter().map(|s| s.rank).collect();
@@ -259,11 +284,10 @@ fn documents(plan: &Plan, group: core::ops::Range<usize>, reverse: bool) -> Resu
         let passes = all.len().saturating_sub(plan.problem().batch().documents());
         if passes > MOST_PASSES {
             let limit = format!("at most {MOST_PASSES}");
-            let hint = "layout contiguous has one for each rank and document, zigzag two";
             return Err(Error::unsupported(
                 format!("a scan over layout {} with more than {} segments", plan.layout(), all.len()),
                 limit,
-                hint,
+                FEWER_SEGMENTS,
             ));
         }
     }

@@ -229,6 +229,26 @@ fn forms_send_what_they_say() {
     }
 }
 
+/// A direct scan is quadratic in segments: the choice leaves it out for many of them, however small the states are;
+/// many short documents in pieces are still planned.
+#[test]
+fn many_segments_are_not_sent_directly() {
+    let exchanges = |segments| {
+        let plan = of_ranks(segments, &[segments], Layout::Contiguous);
+        messages(&plan, Scan::new(Decay::Diagonal, 1, 1, 1)).1
+    };
+    assert_eq!((exchanges(64), exchanges(65)), (1, 7));
+    let plan = of_ranks(8, &[100; 300], Layout::Zigzag);
+    plan.verify_purpose(Scan::new(Decay::Diagonal, 1, 1, 1)).unwrap();
+    // As many as there may be of one document, and of a direct one.
+    let schedule = |segments, form| {
+        let plan = of_ranks(2, &[segments], Layout::Striped { stripe: 1 });
+        Schedule::scan(&plan, 1, Scan { form, ..Scan::new(Decay::Diagonal, 1, 1, 1) })
+    };
+    let most = [(4096, ScanForm::Auto), (1024, ScanForm::Direct)];
+    assert!(most.iter().all(|&(segments, form)| schedule(segments, form).is_ok()));
+}
+
 /// Documents that lie on one rank send nothing, and a rank without tokens takes no part.
 #[test]
 fn whole_documents_send_nothing() {
@@ -264,10 +284,20 @@ fn what_is_no_scan_is_refused() {
     refused(scheduled(Scan { dtype: Dtype::Bf16, ..good }), &["scan.dtype is bf16, expected f32 or f64", "convert"]);
     refused(scheduled(Scan { key_dim: 1 << 16, value_dim: 1 << 16, ..good }), &["with 2 heads"]);
     refused(Schedule::scan(plan, 2, good).map(drop), &["rank is 2, expected below the world of 2"]);
-    let striped = of_ranks(2, &[200_000], Layout::Striped { stripe: 1 });
+    // One long document in stripes of a token, many short ones, and a direct one.
+    let stripes = Layout::Striped { stripe: 1 };
+    let over = |lengths: &[usize], scan| Schedule::scan(&of_ranks(2, lengths, stripes), 0, scan).map(drop);
+    refused(over(&[4097], good), &["a scan over layout striped", "with 4097 segments", "at most 4096", "contiguous"]);
+    refused(over(&[1000; 66], good), &["a scan over layout striped", "with more than", "at most 65536", "contiguous"]);
+    let direct = Scan { form: ScanForm::Direct, ..good };
     refused(
-        Schedule::scan(&striped, 0, good).map(drop),
-        &["a scan over layout striped", "at most 65536", "contiguous"],
+        over(&[3, 1025], direct),
+        &[
+            "a scan of form direct over layout striped",
+            "with 1025 segments",
+            "at most 1024",
+            "form auto, chain or tree",
+        ],
     );
     // Tensors of the wrong shape and type, on one rank alone: nothing has moved.
     let alone = &of_ranks(1, &[10], Layout::Contiguous);

@@ -186,6 +186,12 @@ class Forward(Gathers):
             return connected(torch.zeros_like(state), decay, state)
         if not self._scans:
             return self.passing.scan(decay, state, matrix)
+        # `Walk.states` connects both alike on all ranks. Without a gradient on any, `Batch.scan` must not require one: a frozen
+        # layer would keep its activations.
+        with torch.set_grad_enabled(torch.is_grad_enabled() and (decay.requires_grad or state.requires_grad)):
+            return self._scanned(decay, state, matrix)
+
+    def _scanned(self, decay: Tensor, state: Tensor, matrix: bool) -> Tensor:
         rows = [at for at, one in enumerate(self.segments) if not one.whole]
         if len(rows) == len(self.segments):
             return self.batch.scan(decay, state, matrix=matrix)

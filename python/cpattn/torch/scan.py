@@ -3,7 +3,8 @@
 
 A rank runs a layer's own kernel over each of its segments from a zero state, and `scan` gives it the state before each. What travels
 are states, whose size does not depend on the tokens. The gradient of a scan is a scan the other way, so both are one operator, which
-torch.compile keeps in its graphs as it keeps attention.
+torch.compile keeps in its graphs as it keeps attention. Both are calls of all ranks, so a rank whose decays and states are constants
+takes part in the backward pass too.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from ..errors import InvalidArgument
 from ..options import ScanForm
 from ..plan import Plan, Segment
 from . import operators
+from .executor.moves import product
 
 if TYPE_CHECKING:
     from .context import Batch, Context
@@ -54,8 +56,7 @@ def _decay_gradient(of_state: Tensor, initial: Tensor, decay: Tensor, matrix: bo
     rows = math.isqrt(decay.shape[2]) if matrix else decay.shape[2]
     of_state, initial = _of_rows(of_state, rows), _of_rows(initial, rows)
     if matrix:
-        with torch.autocast(of_state.device.type, enabled=False):  # in the type of the states
-            return (of_state @ initial.transpose(2, 3)).flatten(2)
+        return product(of_state, initial.transpose(2, 3)).flatten(2)
     return (of_state * initial).sum(3)
 
 
@@ -121,6 +122,12 @@ class Scanning:
     plan: Plan
     _numbers: Tensor
 
+    @cached_property
+    def _anchor(self) -> Tensor:
+        """A zero that requires grad: what it is added to does too, in graphs as well."""
+        with torch.inference_mode(False):
+            return torch.zeros((), device=self.context.device, requires_grad=True)
+
     def segments(self) -> tuple[Segment, ...]:
         """This rank's segments, in the order of its tokens: as many tokens as follow one another in one document, positions `begin` to
         `end` - 1 of `document`. A recurrent layer runs over each of them without a break."""
@@ -137,18 +144,25 @@ class Scanning:
         document, in the order of positions, `initial[next] = decay · initial + state` from segment to segment, and zeros before the first.
         Differentiable. All ranks call it, with the same dims.
 
+        The backward pass is a call of all ranks too: on each rank the loss must depend on the result, also with [0, ...] tensors:
+        `loss + 0 * initial.sum()`. With gradients enabled the result requires grad on every rank, even where decay and state are constants,
+        since other ranks may need this one. For layers that no gradient goes through on any rank, call it under `torch.no_grad()`.
+
         `state` is [segments, ...], the end state of each segment, float32 or float64. `decay` is what a segment leaves of the state before it: of
         the same number of dims, it multiplies the state element by element, and dims of 1 are for all of the state's. With `matrix`, `state` is
         [segments, ..., K, V], and `decay`, [segments, ..., K, K], is multiplied by it. The result has the shape of `state`. The decay of
         a document's first segment is not read, and neither are decay and state of its last.
 
-        `form` says how states travel; the default is what is predicted to take the least time.
+        `form` says how states travel; the default takes the least time by counts of bytes and products over the link of one node.
+        "direct" is refused for more than 1,024 segments of a document, every form for more than 4,096.
         """
         from .context import Batch
 
         assert isinstance(self, Batch)
         matrix, form = flag("matrix", matrix), one_of("form", form, ScanForm)
         decay, state, shape = self._compact(decay, state, matrix)
+        if torch.is_grad_enabled() and not (decay.requires_grad or state.requires_grad):
+            state = state + self._anchor.to(state.dtype)
         if torch.compiler.is_compiling():
             initial: Tensor = scan_operator(decay, state, matrix, False, form.value, self._numbers, self.context.key)
         else:

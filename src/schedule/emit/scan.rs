@@ -77,7 +77,8 @@ impl Schedule {
     ///
     /// # Errors
     /// A rank outside the mesh; states without numbers, of other types than f32 and f64, or too large; a layout that
-    /// breaks documents into so many segments that a scan over them is of no use.
+    /// breaks a document into more than 4,096 segments (1,024 with [`ScanForm::Direct`](crate::schedule::ScanForm)), or
+    /// all documents in more than 65,536 places.
     pub fn scan(plan: &Plan, rank: usize, scan: Scan) -> Result<Self> {
         check_rank(plan, rank)?;
         scan.check()?;

@@ -98,11 +98,19 @@ class Joins:
             rows = math.isqrt(decay.shape[2]) if self._matrix else decay.shape[2]
             to, of, *add = (of_rows(x, rows) for x in (to, *others))
             if self._matrix:
-                torch.matmul(of_rows(decay, rows), of, out=to)
+                to.copy_(product(of_rows(decay, rows), of))
             else:
                 torch.mul(decay.unsqueeze(3), of, out=to)
             if add:
                 to.add_(add[0])
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b of states and decays, exact to their own type. Products of f32 are made in f64 where there is one: programs let those of f32 be
+    TF32 or bf16, by autocast or for a whole process (`torch.set_float32_matmul_precision`), and an error in a state stays in it."""
+    kind = torch.float64 if a.device.type in ("cpu", "cuda") else a.dtype
+    with torch.autocast(a.device.type, enabled=False):
+        return (a.to(kind) @ b.to(kind)).to(a.dtype)
 
 
 def of_rows(x: Tensor, rows: int) -> Tensor:
