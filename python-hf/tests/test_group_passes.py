@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import time
 import unittest
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -167,10 +166,8 @@ def _refused(rank: int, world: int) -> dict[str, str]:
             raise InvalidArgument("the plan of the second group")
 
         sizes.at = fails
-    began = time.monotonic()
     with torch.no_grad():
         said["plan of one group"] = _said(lambda: model(**models.batch([9, 9])))
-    said["in time"] = str(time.monotonic() - began < 30)
     vars(sizes).pop("at", None)
     said["after"] = str(bool(torch.isfinite(model(**models.batch([15, 15])).loss)))
     cp.close()
@@ -215,7 +212,6 @@ class Refusals(unittest.TestCase):
         "another dealing": "the inputs of ranks [1] of this group differ",
         "other passes": "the passes of ranks [1] of this group differ",
         "plan of one group": "",
-        "in time": "True",
         "after": "True",
         "router, config": "output_router_logits is set and the batch needs 2 passes",
         "router, config, one pass": "True",
@@ -246,17 +242,15 @@ def _nodes(rank: int, world: int) -> list[str]:
     found = [str(cp.sizes.ranks_per_node)]
     cp.close()
     os.environ["LOCAL_WORLD_SIZE"] = "4"  # ranks 3, 4 and 5 are on two nodes
-    began = time.monotonic()
     found.append(_said(lambda: ContextParallel(models.build("llama"), group_sizes=(1, 3), timeout=60.0)))
-    return [*found, str(time.monotonic() - began < 30)]
+    return found
 
 
 class Nodes(unittest.TestCase):
     def test_those_of_the_contexts(self) -> None:
-        for rank, (nodes, said, in_time) in enumerate(processes.run(_nodes, 6, seconds=200)):
+        for rank, (nodes, said) in enumerate(processes.run(_nodes, 6, seconds=200)):
             self.assertEqual(nodes, "3")
             self.assertIn("LOCAL_WORLD_SIZE is 4" if rank > 2 else "ranks [3, 4, 5] of this group refused", said)
-            self.assertEqual(in_time, "True")
 
 
 if __name__ == "__main__":
