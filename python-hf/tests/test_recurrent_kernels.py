@@ -92,7 +92,7 @@ def _one_weight(rank: int, world: int, names: dict[str, tuple[str, ...]]) -> lis
             for p in model.parameters():
                 p.requires_grad_(id(p) in chosen)
             with kernels.replaced(_module(model)):
-                cp = ContextParallel(model, gradients="sum", timeout=60, recurrent=recurrent)
+                cp = ContextParallel(model, gradients="sum", timeout=60, recurrent=recurrent, layout="contiguous")
                 model(**models.batch([150])).loss.backward()
                 total = torch.cat([p.grad.flatten().double() for p in model.parameters() if p.requires_grad])
                 dist.all_reduce(total)
