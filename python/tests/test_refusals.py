@@ -28,7 +28,7 @@ from processes import run
 import cpattn
 import cpattn.ring
 import cpattn.torch
-from cpattn.options import PlanOptions
+from cpattn.options import RUNS, PlanOptions
 from cpattn.torch import gloo
 
 
@@ -233,8 +233,8 @@ def rows() -> dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str]
         "nccl_group": (cpattn.nccl_group, nccl, {"unique_id": "none", "comm": "none", "may_abort": "truth"}),
         "on_all": (cpattn.on_all, {"ranks": [rank], "job": print}, {}),
         "peer_group": (cpattn.peer_group, {"devices": [0], **deadline}, {}),
-        "plan_groups": (cpattn.plan_groups, {"cu_seqlens": [0, 5], "heads": 3, "head_dim": 4, "sizes": [1], "room": 9, "world": 1, "machine": None, "most_passes": 0, "token_flops": 0, "dtype": "f32"},
-                        {"machine": "none"}),
+        "plan_groups": (cpattn.plan_groups, {"cu_seqlens": [0, 5], "heads": 3, "head_dim": 4, "sizes": [1], "room": 9, "world": 1, "machine": None, "most_passes": 0, "token_flops": 0, "dtype": "f32"} | options,
+                        {name: how for name, how in optional.items() if name not in RUNS} | {"machine": "none"}),
         "ranks_per_node": (cpattn.ranks_per_node, {"nodes": [0, 0]}, {}),
         "ring.table": (cpattn.ring.table, {"links": [], "slow": 3.0}, {"slow": "float negative huge"}),
         "slices.checked": (s.checked, {"name": "slices", "slices": made}, {"name": " ".join(WRONG)}),  # a name is for the error alone

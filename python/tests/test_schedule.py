@@ -98,6 +98,9 @@ class Schedules(unittest.TestCase):
             Tensor.PARTIAL_LSE,
             Tensor.D_LSE,
             Tensor.MAX_LOGIT,
+            Tensor.DECAY,
+            Tensor.STATE,
+            Tensor.INITIAL_STATE,
         }
         self.assertEqual(set(given), set(Tensor) - of_others)
         self.assertEqual({t for t, b in given.items() if b.written}, {Tensor.DQ, Tensor.DK, Tensor.DV, Tensor.DSINKS})
