@@ -120,7 +120,7 @@ class ContextParallel(Calls):
         self._everyone: Collectives | None = None
         group, replicas = group_of(mesh, group, replicas)
         self._options, self._group = {"timeout": timeout, "workers": workers, **options}, group
-        settings = {
+        settings: dict[str, Any] = {
             "replicas": replicas,
             "gradients": gradients,
             "tile": tile,
@@ -148,10 +148,9 @@ class ContextParallel(Calls):
                     self._look(model, len(members), replicas, gradients, tile, mixers or {}, vision, recurrent)
                     self._look_at_groups(model, group_sizes, group_tokens, group_machine, members, timeout)
                     self._compare = flag("compare_weights", compare_weights)
-                able = {
-                    "the list of layers that can pass states (recurrent='heads' leaves it empty)": self._mixers.able
-                }
-                settings |= {"options": sorted(options.items()), "model": type(model).__name__} | able
+                able = "the list of layers that can pass states (recurrent='heads' leaves it empty)"
+                settings |= {"options": sorted(options.items()), "model": type(model).__name__}
+                settings[able] = self._mixers.able
                 compare_settings(transport, settings)
                 if self._compare:
                     same_weights(transport, model)

@@ -67,7 +67,8 @@ def by_states(cost: Cost, every: Sequence[Sequence[Segment]], sent: Sequence[int
         numbers = (borders if states is None else states) * cost.state + borders * cost.taps
         return Load(tokens * cost.token + inside * cost.more, numbers * 4)
 
-    loads = [of(one, states) for one, states in zip(every, sent or [None] * len(every), strict=True)]
+    counts: Sequence[int | None] = sent or [None] * len(every)
+    loads = [of(one, states) for one, states in zip(every, counts, strict=True)]
     return Load(max(one.work for one in loads), max(one.bytes for one in loads))
 
 
