@@ -43,6 +43,8 @@ def _steps(rank: int, world: int, names: list[str], references: dict[str, Any]) 
         for number, (step, lengths) in enumerate(STEPS.items()):
             model = models.build(name)
             options: dict[str, Any] = {"tile": 8} if number == 0 else {}
+            if step == "giant":  # its document has no room on fewer ranks
+                options["group_tokens"] = 64
             cp = ContextParallel(model, gradients="sum", group_sizes=(1, 2, 4), **options)
             loss = model(**models.batch(lengths)).loss
             loss.backward()
