@@ -57,7 +57,7 @@
 //! - No real GPU has run the CUDA kernels or NCCL yet: stand-ins interpret the PTX and report races and bad accesses.
 //! - CUDA has f16 and bf16; a call that it cannot run is refused by name before anything is touched.
 //! - A pair of tokens is in one slice at most, and a mask without structure needs a slice for each run of it.
-//! - Slopes of documents and listed keys are on the CPU only.
+//! - Slopes of documents, listed keys and scans are on the CPU only.
 //! - `Options::reproducible` plans run on the CPU only, and all ranks need the same kind of CPU.
 #![warn(unreachable_pub)]
 #![cfg_attr(not(feature = "std"), no_std)]

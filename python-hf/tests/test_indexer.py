@@ -6,32 +6,17 @@ from __future__ import annotations
 import tempfile
 import unittest
 from pathlib import Path
-from typing import Any
 
 import processes
+from largest import Largest
 import torch
 from cpattn_hf.transformers import ContextParallel
 from cpattn_hf.transformers.gathered import indexer
 from test_gathered import LENGTHS, MODELS, _alone, _build, _wrong
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 INDEXED = [
     name for name in ("deepseek_v32", "glm_moe_dsa", "hy_v4", "dots3_note_text", "minimax_m3_vl_text") if name in MODELS
 ]
-
-
-class Largest(TorchDispatchMode):
-    """The bytes of the largest tensor that an operation makes."""
-
-    bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        for one in made if isinstance(made, tuple | list) else (made,):
-            if isinstance(one, Tensor):
-                self.bytes = max(self.bytes, one.untyped_storage().nbytes())
-        return made
 
 
 def _tiled(rank: int, world: int, file: str) -> list[str]:

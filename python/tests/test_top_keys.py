@@ -5,30 +5,16 @@ exact in any order, and many are equal."""
 from __future__ import annotations
 
 import unittest
-from typing import Any
 
 import torch
+from largest import Largest
 from processes import run
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import cpattn
 import cpattn.torch
 
 LENGTHS, HEADS, DIM = [97, 1, 0, 64, 30], 3, 8
-
-
-class Largest(TorchDispatchMode):
-    """The bytes of the largest tensor that an operation makes."""
-
-    bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        for one in made if isinstance(made, tuple | list) else (made,):
-            if isinstance(one, Tensor):
-                self.bytes = max(self.bytes, one.untyped_storage().nbytes())
-        return made
 
 
 def inputs() -> list[Tensor]:
